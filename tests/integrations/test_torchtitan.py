@@ -93,4 +93,4 @@ def test_another_spmd_backend_is_refused():
     spec = model_spec("qwen3", "debug")
     config = Trainer.Config(model_spec=spec, parallelism=ParallelismConfig(spmd_backend="spmd_types"))
     message = refusal(spec.model.update_from_config, config=config)
-    assert message.endswith('a plan splits modules itself: set it to "partial_dtensor"')
+    assert message.endswith('the plan splits the modules; set it to "partial_dtensor"')

@@ -184,9 +184,9 @@ def test_what_can_not_be_right_is_refused():
     errors = process_groups.run(refusals, 2)
     assert errors["cp"].endswith("set cp and pp to 1")
     assert errors["loss parallel"] == (
-        "disable_loss_parallel = false: the Trainer's losses read plain logits: set it to true"
+        "disable_loss_parallel = false: the Trainer's losses need plain logits; set it to true"
     )
-    assert errors["rslora"].startswith("lora has use_rslora = true, but only plain LoRA is supported")
+    assert errors["rslora"].startswith("lora has use_rslora = true, but only plain LoRA")
     assert errors["lora's targets"].endswith("name the modules, and leave init_lora_weights at True")
     assert errors["unsplit"].endswith("call titanplans.integrations.transformers.split_model first")
     assert errors["peft"].endswith("pass it as split_model(..., lora=...)")

@@ -323,7 +323,7 @@ class Survival:
         with filler.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, max(1, shutil.disk_usage(filler.parent).free - room))
         life = self.start()
-        self.check_explained_end(life, "no space is left|B free, but")
+        self.check_explained_end(life, "no space is left|B of free space, but")
         filler.unlink()
 
     def check_explained_end(self, life: Life, pattern: str) -> None:

@@ -175,7 +175,7 @@ def test_files_of_other_adapters_are_refused_with_all_differences(tmp_path):
     with pytest.raises(ModelError, match=r"has alora_invocation_tokens = \[1, 2\]"):
         adapter_options(tmp_path)
     (tmp_path / CONFIG).write_text("{")
-    with pytest.raises(ModelError, match=r"is no adapter_config.json of peft"):
+    with pytest.raises(ModelError, match=r"is not an adapter_config.json of peft"):
         adapter_options(tmp_path)
     (tmp_path / CONFIG).write_text(json.dumps(values))
     (tmp_path / WEIGHTS).write_bytes((tmp_path / WEIGHTS).read_bytes()[:100])

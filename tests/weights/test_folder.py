@@ -216,7 +216,7 @@ def test_an_index_that_does_not_fit_its_files(many, values):
     first, second = sorted(file.name for file in many.glob("*.safetensors"))
     index = (many / INDEX).read_text()
     change_index(many, lambda index: index["weight_map"].update({"model.norm.weight": first}))
-    assert f"names the file of 1 tensor wrongly, first model.norm.weight in {first}" in refusal(many)
+    assert f"names the wrong file for 1 tensor, e.g. {first} for model.norm.weight" in refusal(many)
     (many / INDEX).write_text(index)
     save_file(load_file(many / first) | {"model.norm.weight": values["model.norm.weight"]}, many / first)
     assert f"model.norm.weight is in {first} and in {second}" in refusal(many)
@@ -272,7 +272,7 @@ def test_wrong_headers_are_refused(single, entry):
 def test_a_dtype_that_no_model_has_is_refused(single):
     """safetensors has this dtype, of the same size."""
     change_header(single / SINGLE, lambda header: header["model.norm.weight"].update(dtype="U32"))
-    assert "model.norm.weight has the type U32" in refusal(single)
+    assert "model.norm.weight has the dtype U32" in refusal(single)
 
 
 def test_random_bytes_are_refused_in_one_sentence(single):

@@ -195,7 +195,7 @@ def test_a_state_that_does_not_fit_is_refused_by_every_rank(results):
         "unknown": f"{begin}1 tensor unexpected (model.nrm.weight)",
         "shape": f"{begin}1 tensor of another shape ({norm} (65,), expected (64,))",
         "tied": f"{begin}1 tensor tied here, and of different values (lm_head.weight and model.embed_tokens.weight)",
-        "none": f"{begin}there is no state on rank 0",
+        "none": f"{begin}rank 0 has no state",
         "one rank's own": f"{begin}1 tensor of another shape ({norm} (65,), expected (64,))",
         "groups": "the optimizer can't be loaded: it has other groups",
         "meta": f"{begin}2 tensors without memory yet",

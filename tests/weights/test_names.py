@@ -119,4 +119,4 @@ def test_two_names_for_one_tensor_are_refused(tmp_path):
     message = mixtral(
         tmp_path, lambda state: state.update({"model.layers.0.mlp.gate.weight": torch.zeros(4, 64)})
     )
-    assert "are both model.layers.0.mlp.gate.weight" in message
+    assert "are both named model.layers.0.mlp.gate.weight" in message

@@ -164,12 +164,12 @@ def test_a_refused_save_raises_on_every_rank_and_leaves_nothing(saved):
     folder, message = saved
     begin = {
         "there": "ModelError: /bf16 already exists",
-        "killed": "ModelError: /.killed.writing is there: another process writes /killed",
-        "size": "ModelError: max_shard_size = '5 bananas' is no size",
+        "killed": "ModelError: /.killed.writing exists: another process writes /killed",
+        "size": "ModelError: max_shard_size = '5 bananas' is not a size",
         "tokenizer": "ModelError: tokenizer = '/tp 2': there is no tokenizer.json",
         "place": "NotSaved: /tokenizer/tokenizer.json/.new.writing can't be written (Not a directory)",
         "of a library": "NotSaved: /.new.writing can't be written: ValueError: ",
-        "of its config": "ModelError: these are not the weights of a Qwen2ForCausalLM of its config: 1 tensor unexpected "
+        "of its config": "ModelError: these are not the weights of a Qwen2ForCausalLM with this config: 1 tensor unexpected "
         "(unheard)",
         "no config": "ModelError: Linear has no config of transformers",
         "full": "NotSaved: /.new.writing can't be written (File too large)",
@@ -185,7 +185,9 @@ def test_a_refused_save_raises_on_every_rank_and_leaves_nothing(saved):
 
 
 def test_the_space_to_free_is_reported(tmp_path, monkeypatch):
-    """The message may not round to "0.01 GB free, but 0.01 GB are to be written"."""
+    """The message may not round to "0.01 GB of free space, but 0.01 GB have to be written"."""
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10_000_000))
-    with pytest.raises(NotSaved, match=r"has 10\.0 MB free, but 10\.0 MB are to be written; free 20\.0 kB$"):
+    with pytest.raises(
+        NotSaved, match=r"has 10\.0 MB of free space, but 10\.0 MB have to be written; free 20\.0 kB$"
+    ):
         refuse_full(tmp_path, 10_020_000)

@@ -1,1 +1,1 @@
-"""Split models in the training loops of other libraries: Hugging Face's Trainer and TRL, and torchtitan's own entry."""
+"""Split models in the training loops of other libraries: Hugging Face's Trainer, TRL, torchtitan, NeMo Automodel."""

@@ -1,6 +1,6 @@
-"""A plan where a loop asks for a dict of torch's parallel styles: NeMo Automodel, NeMo-RL, and `parallelize_module` itself.
+"""A plan in the form of a dict of torch's parallel styles, for NeMo Automodel, NeMo-RL and torch's `parallelize_module`.
 
-Their configs name it by path:
+Configs of the former two name it by its path:
 
     tp_plan: titanplans.integrations.automodel.plan                  # Automodel, in the section of FSDP2
     custom_parallel_plan: titanplans.integrations.automodel.plan     # NeMo-RL, in dtensor_cfg
@@ -15,13 +15,13 @@ from titanplans.plan.custom import PlanSource
 
 
 class RegisteredPlan(ParallelStyle):
-    """The style of a model as such: it applies the model's plan, by `apply_plan`.
+    """A style for the whole model, which applies the model's plan with `apply_plan`.
 
     Args:
-        plan: as in `apply_plan`; None: the plan that is registered for the model.
-        loss_parallel: whether the logits stay sharded over the vocabulary. These loops compute the loss themselves, most of
-            them from plain logits.
-        sequence_parallel: whether the sequence is sharded between regions; lengths are then multiples of the degree.
+        plan: an argument of `apply_plan`; None: the plan that is registered for the model.
+        loss_parallel: whether the logits stay sharded over the vocabulary. Most of these loops compute the loss from plain
+            logits, which need False.
+        sequence_parallel: whether the sequence is sharded between regions; its length must then be a multiple of the degree.
     """
 
     def __init__(
@@ -41,5 +41,5 @@ class RegisteredPlan(ParallelStyle):
 
 
 def plan() -> dict[str, ParallelStyle]:
-    """Return the plan for any registered architecture, with gathered logits; "" stands for the model itself."""
+    """Return the plan for any registered architecture, with gathered logits. Its key "" stands for the model itself."""
     return {"": RegisteredPlan()}

@@ -1,4 +1,4 @@
-"""Checkpoints of a split model in a user's own loop, which resume at other degrees: `save_checkpoint`, `load_checkpoint`."""
+"""Checkpoints of split models in a user's own loop: `save_checkpoint`, `load_checkpoint`, also at other degrees."""
 
 import os
 from typing import Any
@@ -23,13 +23,13 @@ def save_checkpoint(
 ) -> None:
     """Save the weights and the optimizer's state in torch's distributed format. Collective.
 
-    Each rank writes its shards of the full tensors, so a model that is split at other degrees, or not at all, reads them.
+    Each rank writes its shards of the full tensors, so a model that is split at other degrees, or unsplit, can load them.
 
     Args:
-        folder: created if it does not exist.
-        model: split in any way, or unsplit.
-        optimizer: of `model`.
-        weights: whether to save the weights, too; False: they are saved otherwise.
+        folder: the folder to write; it is created if it does not exist.
+        model: a split or unsplit model.
+        optimizer: the optimizer of `model`.
+        weights: whether to save the weights, too. False: save only the optimizer's state.
     """
     dcp.save(_state(model, optimizer, weights), checkpoint_id=folder)
 

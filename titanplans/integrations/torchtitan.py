@@ -21,11 +21,11 @@ from titanplans.split.stages.trace import logits_of, without_cache
 
 
 class LanguageModelOfPlan(BaseModel):
-    """A causal language model, as torchtitan's trainer builds, initialises and calls its models."""
+    """A causal language model with the interface that torchtitan's trainer expects of its models."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseModel.Config):
-        """Which model: a name and a flavor of `titanplans.modeling`, with overridden fields of its config."""
+        """The model: a name and a flavor of `titanplans.modeling`, and overridden fields of its config."""
 
         name: str
         flavor: str
@@ -39,12 +39,12 @@ class LanguageModelOfPlan(BaseModel):
             """
             if config.parallelism.spmd_backend != "partial_dtensor":
                 raise ParallelError(
-                    f"parallelism.spmd_backend = {config.parallelism.spmd_backend!r}: a plan splits modules itself: set it "
+                    f"parallelism.spmd_backend = {config.parallelism.spmd_backend!r}: the plan splits the modules; set it "
                     'to "partial_dtensor"'
                 )
 
         def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
-            """Return the number of parameters, and of floating-point operations per token of a training step."""
+            """Return the number of parameters, and the FLOPs per token of a training step."""
             return modeling.count_flops(model.lm, seq_len)  # type: ignore[arg-type]
 
     def __init__(self, config: Config):
@@ -57,13 +57,13 @@ class LanguageModelOfPlan(BaseModel):
         return logits_of(self.lm(input_ids=tokens, **self._without_cache))
 
     def init_states(self, *, buffer_device: torch.device | None = None) -> None:
-        """Initialise every parameter and buffer by torch's seed; a `buffer_device` is for CPU offload."""
+        """Initialise every parameter and buffer with torch's seed; `buffer_device` is set with CPU offload."""
         modeling.initialize(self.lm, seed=torch.initial_seed())
         if buffer_device is not None:
             modeling.move_buffers(self.lm, buffer_device)
 
     def verify_module_protocol(self) -> None:
-        """Do nothing: modules of transformers do not follow torchtitan's protocol, and a plan does not need it."""
+        """Do nothing: modules of transformers do not follow torchtitan's protocol, and plans do not need it."""
 
 
 def _parallelize(model: LanguageModelOfPlan, **sections: Any) -> nn.Module:
@@ -74,10 +74,10 @@ def _parallelize(model: LanguageModelOfPlan, **sections: Any) -> nn.Module:
 def model_spec(name: str, flavor: str, **overrides: Any) -> ModelSpec:
     """Return torchtitan's description of a named model, whose `parallelize_fn` applies the registered plan.
 
-    The documents of a sequence see each other: the loader's positions are not used.
+    The documents of a sequence see each other, since the loader's positions are not used.
 
     Args:
-        name, flavor: of `titanplans.modeling.available`.
+        name, flavor: a name and a flavor in `titanplans.modeling.available`.
         overrides: fields of the model's config, such as `vocab_size`.
     """
     return ModelSpec(

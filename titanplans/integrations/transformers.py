@@ -1,4 +1,4 @@
-"""Train a split model in Hugging Face's Trainer and in trainers built on it, such as TRL's SFTTrainer.
+"""Train a split model in Hugging Face's Trainer, and in trainers built on it, such as TRL's SFTTrainer.
 
 class MyTrainer(SplitTrainer, Trainer): ...
 
@@ -28,25 +28,25 @@ from titanplans.weights.load import load_weights
 from titanplans.weights.save import save_weights
 
 _OPTIMIZER = "optimizer"
-"""The folder of a checkpoint with the optimizer's state, in torch's distributed format."""
+"""A checkpoint's subfolder with the optimizer's state, in torch's distributed format."""
 _SCHEDULER = "scheduler.pt"
 
 
 def split_model(
     model: PreTrainedModel, degrees: Degrees, config: FSDP2Config | None = None, *, lora: Any = None
 ) -> PreTrainedModel:
-    """Split `model` in place for a Trainer: tensor, expert and data parallelism. Call it before the Trainer is made.
+    """Split `model` in place for a Trainer: tensor, expert and data parallelism. Call this before the Trainer is created.
 
-    Autocast, recomputation and accumulation are the Trainer's arguments. The ranks of one tensor-parallel group read the
-    same batches, and gradients are averaged over the data-parallel ranks, as the Trainer's loss expects.
+    Autocast, recomputation and accumulation are set by the Trainer's arguments. The ranks of one tensor-parallel group read
+    the same batches, and gradients are averaged over the data-parallel ranks, as the Trainer's loss expects.
 
     Args:
-        model: a causal language model with the same values on every rank; or on meta, which is allocated: load its weights
-            by `load_weights(model, folder)` next.
+        model: a causal language model with the same values on every rank. A model on meta is allocated, and its weights have
+            to be loaded next, with `load_weights(model, folder)`.
         degrees: `tp`, `ep`, `dp_replicate` and `dp_shard` are used.
         config: the strategy; None: FSDP2 without mixed precision, with gathered logits. The logits have to be gathered,
             because the Trainer's losses and metrics read plain tensors.
-        lora: a LoraConfig of peft. The adapters are titanplans' own, and are saved and loaded as peft's files.
+        lora: a LoraConfig of peft. The adapters are titanplans', but they are saved and loaded as peft's files.
 
     Raises:
         PlanError: the plan does not fit the model or the degree.
@@ -55,19 +55,19 @@ def split_model(
     """
     if degrees.cp != 1 or degrees.pp != 1:
         raise ParallelError(
-            f"degrees = {degrees}: the Trainer computes the loss of full sequences on each rank: set cp and pp to 1"
+            f"degrees = {degrees}: the Trainer computes the loss of full sequences on each rank; set cp and pp to 1"
         )
     config = FSDP2Config(disable_loss_parallel=True) if config is None else config
     if not config.disable_loss_parallel:
-        raise config.error("disable_loss_parallel", "the Trainer's losses read plain logits: set it to true")
+        raise config.error("disable_loss_parallel", "the Trainer's losses need plain logits; set it to true")
     if lora is not None:
         config = config.replace(lora=_lora_options(lora))
-    # Make the process group as the Trainer's arguments would; nothing if they have.
+    # Create the process group like the Trainer's arguments would do; if they have done so, this does nothing.
     PartialState(cpu=not torch.accelerator.is_available())
     if not torch.distributed.is_initialized():
         raise ParallelError(
-            f"split_model with {degrees}: this process is no rank of a group; start it with torchrun --nproc-per-node N, or "
-            "accelerate launch"
+            f"split_model with {degrees}: this process is not a rank of a process group; start it with torchrun "
+            "--nproc-per-node N, or with accelerate launch"
         )
     manager = ParallelManager(config, degrees)
     is_on_meta = any(parameter.is_meta for parameter in model.parameters())
@@ -77,9 +77,10 @@ def split_model(
     mesh = manager.mesh
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # A ParallelManager's own loss is divided by the tokens of all ranks, and its gradients are summed.
+            # Gradients are averaged over these ranks. A ParallelManager sums them, since its loss is divided by the tokens
+            # of all ranks.
             module.set_gradient_divide_factor(float(mesh.dp_replicate * mesh.dp_shard))
-    # From these a Trainer computes how many ranks read the same batch.
+    # A Trainer computes from these values how many ranks read the same batch.
     model._tp_size = mesh.tp
     model.config.distributed_config = DistributedConfig(
         tp_size=mesh.tp, fsdp_size=mesh.dp_shard, dp_replicate_size=mesh.dp_replicate
@@ -109,15 +110,17 @@ def parallelism_config(model: PreTrainedModel) -> ParallelismConfig:
 
 class _Parallelism(ParallelismConfig):
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
-        if accelerator.distributed_type != DistributedType.MULTI_CPU:  # refused there, though nothing differs
+        if (
+            accelerator.distributed_type != DistributedType.MULTI_CPU
+        ):  # refused there, although nothing differs
             super()._validate_accelerator(accelerator)
 
 
 class SplitTrainer:
-    """Mixin, before a Trainer: the loss, gradients, weights and checkpoints of a model that `split_model` has split.
+    """Mixin for a Trainer (the first base class), which handles loss, gradients, weights and checkpoints of a split model.
 
     A checkpoint has the weights as a Hugging Face folder (with LoRA, peft's files) and the optimizer's state in torch's
-    distributed format. Training resumes from it at the same and at other degrees.
+    distributed format. Training can be resumed from it at the same and at other degrees.
     """
 
     # The Trainer has no public methods for moving the model, accelerate's arguments, clipping, saving and loading. So this
@@ -136,7 +139,7 @@ class SplitTrainer:
     def __init__(self, model: PreTrainedModel, *args: Any, peft_config: Any = None, **kwargs: Any):
         if peft_config is not None:
             raise ParallelError(
-                "peft_config: peft's layers would wrap split Linears, whose shards they do not know: pass it as "
+                "peft_config: peft's layers would wrap split Linears, and they do not know shards; pass it as "
                 "split_model(..., lora=...)"
             )
         if getattr(getattr(model, "config", None), "distributed_config", None) is None:
@@ -147,29 +150,30 @@ class SplitTrainer:
         self._is_sft = loss.__module__ == "trl.trainer.sft_trainer"
         if loss.__module__.startswith("trl.") and not self._is_sft:
             raise ParallelError(
-                f"{type(self).__name__}: its loss multiplies hidden states by the head's full weight, of which a rank has a "
-                "shard; of TRL's trainers SFTTrainer works"
+                f"{type(self).__name__}: its loss multiplies hidden states by the head's full weight, but a rank has only a "
+                "shard of it; of TRL's trainers, SFTTrainer works"
             )
         super().__init__(model, *args, **kwargs)  # type: ignore[call-arg]
-        # This tells the Trainer not to wrap the model, which reduces its gradients itself. It is set after the constructor,
-        # which refuses to save the optimizer of a model that transformers has split.
+        # This tells the Trainer not to wrap the model, which reduces its own gradients. It is set after the constructor has
+        # run, because the constructor refuses to save the optimizer of a model that transformers has split.
         self.is_distributed_loading_by_transformers = True
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise ParallelError(
-                "the Trainer's own FSDP or DeepSpeed would wrap a split model: leave out fsdp, deepspeed and the configs of "
-                "accelerate launch; split_model(model, degrees) shards by FSDP2"
+                "the Trainer's own FSDP or DeepSpeed would wrap a split model; leave out fsdp, deepspeed and the configs of "
+                "accelerate launch, since split_model(model, degrees) shards with FSDP2"
             )
         if self._is_sft and self.args.loss_type != "nll":
             raise ParallelError(
                 f"loss_type = {self.args.loss_type!r}: SFTTrainer trains a split model with 'nll'"
             )
         if hasattr(collator := self.data_collator, "pad_to_multiple_of"):
-            # The sequence is sharded over the tensor-parallel ranks. A collator that does not pad leaves it to its user.
+            # The sequence is sharded over the tensor-parallel ranks, so its length has to be a multiple of their number.
+            # With a collator that does not pad, the user has to take care of this.
             multiple = math.lcm(collator.pad_to_multiple_of or 1, self.model.tp_size)
             collator.pad_to_multiple_of = multiple if multiple > 1 else None
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Do nothing: `split_model` has moved it, and FSDP2 refuses to move its parameters."""
+        """Do nothing: `split_model` has moved the model, and FSDP2 refuses to move its parameters."""
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         args = super()._build_accelerator_args(**kwargs)  # type: ignore[misc]
@@ -178,7 +182,7 @@ class SplitTrainer:
         return args
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Compute the Trainer's loss. SFTTrainer's own would multiply by the full head on every rank.
+        """Compute the Trainer's loss, also for SFTTrainer, whose own loss would need the full head on every rank.
 
         The entropy and the accuracy that SFTTrainer computes with its loss are not logged.
         """
@@ -190,7 +194,7 @@ class SplitTrainer:
         return clip_gradients(model.parameters(), self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> torch.Tensor:
-        # Also without clipping: it sums the gradients that are still partial over the tensor-parallel ranks.
+        # It is also needed without clipping: it sums the gradients that are still partial over the tensor-parallel ranks.
         return total_norm(model.parameters()) if grad_norm is None else grad_norm
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
@@ -217,7 +221,7 @@ class SplitTrainer:
         self._load_from_checkpoint(self.state.best_model_checkpoint)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        optimizer = self.optimizer.optimizer  # accelerate's wrapper holds torch's
+        optimizer = self.optimizer.optimizer  # torch's optimizer, in accelerate's wrapper
         save_checkpoint(os.path.join(output_dir, _OPTIMIZER), self.model, optimizer, weights=False)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))

@@ -45,15 +45,15 @@ _SUPPORTED: dict[str, tuple[Any, ...]] = {
         (None,),
     ),
 }
-"""Keys of adapter_config.json that change how an adapter computes -> the values that are supported."""
+"""The supported values of those keys of adapter_config.json that change how an adapter computes."""
 
 
 def save_adapter(model: nn.Module, folder: str | os.PathLike[str], *, base_model: str | None = None) -> None:
     """Save the adapters of `model`, and its other trained parameters, in peft's format. Collective; rank 0 writes.
 
     Args:
-        model: with adapters; split in any way, or unsplit.
-        folder: created if it does not exist; peft's two files in it are replaced.
+        model: a split or unsplit model with adapters.
+        folder: the folder to write. It is created if it does not exist; peft's two files in it are replaced.
         base_model: name or folder of the base model, for adapter_config.json.
 
     Raises:
@@ -67,7 +67,7 @@ def save_adapter(model: nn.Module, folder: str | os.PathLike[str], *, base_model
 def gather_adapter(
     model: nn.Module, base_model: str | None = None
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return the config that `save_adapter` writes, and on rank 0 the full tensors by peft's names. Collective."""
+    """Return the config that `save_adapter` writes; and the full tensors by peft's names, on rank 0. Collective."""
     config, trained = adapter_config(model, base_model), trained_names(model)
     tensors = gather(model, only=trained.__contains__)
     return config, {peft_name(name): tensor for name, tensor in tensors if rank() == 0}
@@ -82,16 +82,16 @@ def write_adapter(
     """Write peft's two files in one process.
 
     Args:
-        folder: created if it does not exist.
-        config: adapter_config.json.
-        tensors: by peft's names.
+        folder: the folder to write; it is created if it does not exist.
+        config: the values of adapter_config.json.
+        tensors: the tensors by peft's names.
         seal: called with each file, to sync it to the disk.
 
     Raises:
         OSError: the disk is full, or refuses to write.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    # Under a temporary name first, so that an older file of weights is replaced only by a complete one.
+    # The file has a temporary name first, so that an older file of weights is replaced only by a complete one.
     temporary = f"{WEIGHTS}.writing"
     write_safetensors(folder, {temporary: tensors}, iter(tensors.items()), seal=sync)
     os.replace(folder / temporary, folder / WEIGHTS)
@@ -105,12 +105,12 @@ def load_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """Load adapters and other trained parameters from peft's files into `model`; each rank keeps its shards.
 
     Args:
-        model: with adapters of the same rank, alpha and modules, as `add_adapters(model, adapter_options(folder))` adds;
-            split in any way, or unsplit; not on meta.
-        folder: written by peft or by `save_adapter`.
+        model: a split or unsplit model, not on meta, with adapters of the same rank, alpha and modules; e.g. those that
+            `add_adapters(model, adapter_options(folder))` adds.
+        folder: a folder that peft or `save_adapter` has written.
 
     Raises:
-        ModelError: names what differs, before a value is changed; or the files are damaged.
+        ModelError: the files are damaged, or do not fit the model (names what differs). No value has been changed then.
     """
     check_adapter(model, folder)
     targets = state_tensors(model)[0]
@@ -123,7 +123,7 @@ def check_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """Compare peft's files with the adapters of `model`, which may be on meta, without reading values.
 
     Raises:
-        ModelError: as `load_adapter`.
+        ModelError: the files are damaged, or do not fit the model (names what differs).
     """
     path, options = Path(folder), adapter_options(folder)
     saved = LowRank(options.rank or 0, (options.alpha or 0) / (options.rank or 1))
@@ -136,7 +136,7 @@ def check_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> None:
             )
     if not os.path.isfile(path / WEIGHTS):
         raise ModelError(
-            f"{path} has no {WEIGHTS}; a pickled adapter_model.bin is not read: save it by peft anew"
+            f"{path} has no {WEIGHTS}; a pickled adapter_model.bin is not read: save it again with peft"
         )
     try:
         with safe_open(path / WEIGHTS, "pt") as file:
@@ -147,8 +147,8 @@ def check_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     model_shapes = {peft_name(name): tuple(state[name].shape) for name in trained_names(model)}
     if changes := differences(file_shapes, model_shapes):
         raise ModelError(
-            f"{path / WEIGHTS} is of other adapters: {changes}. Set lora.target_modules and lora.modules_to_save to those "
-            f"of {path / CONFIG}"
+            f"{path / WEIGHTS} has other adapters than the model: {changes}. Set lora.target_modules and "
+            f"lora.modules_to_save to those in {path / CONFIG}"
         )
 
 
@@ -167,22 +167,22 @@ def adapter_options(folder: str | os.PathLike[str]) -> LoRA:
         if isinstance(error, ModelError):
             raise
         raise ModelError(
-            f"{path} is no adapter_config.json of peft ({type(error).__name__}: {error})"
+            f"{path} is not an adapter_config.json of peft ({type(error).__name__}: {error})"
         ) from error
 
 
 def options_of_peft(values: Mapping[str, Any], where: str) -> LoRA:
-    """Return the options of the `values` of peft's LoraConfig; `where`: what they are from, for errors.
+    """Convert the `values` of peft's LoraConfig to options; `where` says where they are from, for errors.
 
     Raises:
         ModelError: they describe an adapter that computes differently.
-        KeyError, TypeError, ValueError: a value is missing, or of another type than in peft.
+        KeyError, TypeError, ValueError: a value is missing, or has another type than in peft.
     """
     for key, supported in _SUPPORTED.items():
         if values.get(key, supported[0]) not in supported:
             raise ModelError(
-                f"{where} has {key} = {json.dumps(values[key])}, but only plain LoRA is supported, "
-                f"{json.dumps(supported[0])}: merge the adapter into the weights by peft, and start from these"
+                f"{where} has {key} = {json.dumps(values[key])}, but only plain LoRA, with {json.dumps(supported[0])}, is "
+                "supported: merge the adapter into the weights with peft, and start from the merged weights"
             )
     return LoRA(
         rank=values["r"],
@@ -211,7 +211,7 @@ def adapter_config(model: nn.Module, base_model: str | None = None) -> dict[str,
     low_ranks = set(_low_ranks(model).values())
     if len(low_ranks) != 1:
         raise ModelError(
-            f"peft's files hold adapters of one rank and scaling, but the model's have {low_ranks or 'none'}"
+            f"peft's files hold adapters of one rank and one scaling, but the model's adapters have {low_ranks or 'none'}"
         )
     (low_rank,) = low_ranks
     modules = named_adapted(model)
@@ -239,9 +239,9 @@ def adapter_config(model: nn.Module, base_model: str | None = None) -> dict[str,
 
 
 def trained_names(model: nn.Module) -> dict[str, None]:
-    """Return the state dict's names of the tensors in an adapter's files: factors, and other trained parameters."""
-    # requires_grad of the parameters, not of the state dict's tensors: those that FSDP2 gathers in float8 are new tensors
-    # without a gradient.
+    """Return the names (in the state dict) of the tensors in an adapter's files: factors and other trained parameters."""
+    # requires_grad is that of the parameters. In the state dict, those that FSDP2 gathers in float8 are new tensors without
+    # a gradient.
     parameters = model.named_parameters(remove_duplicate=False)
     trained = {without_wrappers(name) for name, parameter in parameters if parameter.requires_grad}
     return {name: None for name in model.state_dict() if is_factor(name) or name in trained}

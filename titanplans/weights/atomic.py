@@ -1,4 +1,4 @@
-"""Let rank 0 write for all ranks: `written_atomically` for a complete folder or none, `on_first_rank` for equal errors."""
+"""Let rank 0 write: `written_atomically` writes a complete folder or none, `on_first_rank` raises errors on all ranks."""
 
 import os
 import shutil
@@ -15,11 +15,11 @@ from titanplans.split.objects import broadcast_object, rank
 def written_atomically(target: Path) -> Iterator[Path]:
     """Create a temporary folder next to `target`, and rename it to `target` after the body; remove it after an error.
 
-    Collective: rank 0 creates and renames it.
+    Collective: rank 0 creates and renames the folder, and errors are raised on every rank.
 
     Raises:
-        ModelError: on every rank: `target` exists or is a mount point, or another process is writing it, or was killed.
-        NotSaved: on every rank: the folder can't be created or renamed.
+        ModelError: `target` exists or is a mount point, or another process is writing it, or was killed while it did.
+        NotSaved: the folder can't be created or renamed.
     """
     target = target.resolve()  # follows a link, and gives "." a name
     directory = target.with_name(f".{target.name}.writing")
@@ -33,7 +33,8 @@ def written_atomically(target: Path) -> Iterator[Path]:
             raise ModelError(f"{target} already exists and is not overwritten; name a new folder")
         if os.path.exists(directory):
             raise ModelError(
-                f"{directory} is there: another process writes {target}, or one was killed while it did; if so, remove it"
+                f"{directory} exists: another process writes {target}, or was killed while it did; in the latter case, "
+                "remove it"
             )
         directory.mkdir(parents=True)
 
@@ -58,8 +59,8 @@ def on_first_rank(
 
     Args:
         action: writes files.
-        path: what is written, for the message.
-        then: runs on every rank after `action`, even if that failed.
+        path: the file or folder that is written, for the message.
+        then: runs on every rank after `action`, even if `action` failed.
 
     Raises:
         ModelError: `action` raised a UserError.

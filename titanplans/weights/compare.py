@@ -1,4 +1,4 @@
-"""Describe how the tensors of a file differ from a model's; and unify and compare copies of tied tensors."""
+"""Describe how the tensors of a file differ from a model's, and unify and compare copies of tied tensors."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,7 +14,7 @@ Shapes = Mapping[str, Sequence[int]]
 
 
 def differences(file_shapes: Shapes, model_shapes: Shapes) -> str:
-    """Return in words how the names and shapes of a file's tensors differ from a model's; "" if they don't."""
+    """Describe how the names and shapes of a file's tensors differ from a model's; return "" if they don't."""
     changed = [
         name
         for name in model_shapes
@@ -32,7 +32,7 @@ def differences(file_shapes: Shapes, model_shapes: Shapes) -> str:
 
 
 def describe_kinds(names_by_kind: Mapping[str, Sequence[str]]) -> str:
-    """Return the number of tensors of each kind and the first names: "2 tensors missing (a, b)"; "" if there are none."""
+    """Describe the number and the first names of the tensors of each kind: "2 tensors missing (a, b)"; "" if none."""
     return "; ".join(
         f"{counted(len(names), 'tensor')} {kind} ({some(names)})"
         for kind, names in names_by_kind.items()
@@ -46,11 +46,11 @@ def unify_tied(
     """Keep one of several tied tensors.
 
     Args:
-        tensors: by parameter name.
-        tied: the name of a tied parameter -> the name that it is tied to.
+        tensors: the tensors by parameter name.
+        tied: the name that a parameter is tied to, by its own name.
 
     Returns:
-        The tensors, tied ones once under the name that they are tied to; and the other copies, by their names.
+        The tensors, of which tied ones occur once, under the name that they are tied to; and the other copies, by name.
     """
     unified, copies = dict(tensors), {}
     for name, source in tied.items():
@@ -70,15 +70,15 @@ def check_tied_copies(
     """Raise an error on every rank if copies of a tied tensor differ. Collective if there are copies.
 
     Args:
-        copies, unified: what `unify_tied` returned.
-        tied: as for `unify_tied`.
+        copies, unified: the results of `unify_tied`.
+        tied: see `unify_tied`.
         where: the folder or model, for the message.
 
     Raises:
         ModelError: names two copies that differ.
     """
     for name, copy in copies.items():
-        # Read on every rank, as reading may be collective; only rank 0 may have values.
+        # Every rank reads, since reading may be collective. The others may have no values, so rank 0 compares.
         value, source_value = copy.read(), unified[tied[name]].read()
         if broadcast_object(rank() == 0 and not torch.equal(value.to(source_value.dtype), source_value)):
             raise ModelError(

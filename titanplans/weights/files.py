@@ -1,4 +1,4 @@
-"""Write the files of a Hugging Face folder in one process: safetensors tensor by tensor, config.json, a tokenizer."""
+"""Write the files of a Hugging Face folder in one process: safetensors (tensor by tensor), config.json, a tokenizer."""
 
 import copy
 import json
@@ -23,7 +23,7 @@ _TOKENIZER = (
 )  # fmt: skip
 """The files of a tokenizer, and generation_config.json."""
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
-"""A chat template may also be in tokenizer_config.json."""
+"""The files of a chat template, which may also be in tokenizer_config.json."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -35,16 +35,16 @@ def write_safetensors(
 ) -> None:
     """Write safetensors files whose values arrive in any order.
 
-    A file is 8 bytes with the length of the header, the header in JSON, and the values in the order of the header
+    A file consists of 8 bytes with the length of the header, the header in JSON, and the values in the order of the header
     (https://github.com/huggingface/safetensors#format).
 
     Args:
-        directory: where to write.
-        files: file name -> name -> tensor on meta, with shape and dtype.
-        values: name and value of each tensor.
+        directory: the folder to write to.
+        files: for each file name, the tensors on meta (with shape and dtype) by name.
+        values: yields the name and the value of each tensor.
         seal: called with each file as soon as it is complete, to sync it to the disk.
     """
-    # Files are synced one by one, not at the end: other ranks wait for the next tensor, but not for all files.
+    # Files are synced one by one, since other ranks wait for each tensor: syncing all files at the end could time out.
     with ExitStack() as stack:
         offsets: dict[str, tuple[str, int]] = {}
         open_files = {file: stack.enter_context((directory / file).open("wb")) for file in files}
@@ -76,11 +76,11 @@ def write_safetensors(
 def write_config(
     directory: Path, plain: PreTrainedModel, config: PretrainedConfig, dtypes: Mapping[str, torch.dtype]
 ) -> None:
-    """Write config.json, with the class that `from_pretrained` builds and the dtype of its weights."""
+    """Write config.json, with the class that `from_pretrained` builds and the dtype of most weights."""
     config = copy.deepcopy(config)
     config.architectures = [type(plain).__name__]
     counts = Counter(dtype for dtype in dtypes.values() if dtype.is_floating_point)
-    ((dtype, _),) = counts.most_common(1)  # the most frequent one: some tensors may stay in float32
+    ((dtype, _),) = counts.most_common(1)  # some tensors may stay in float32
     for config_ in (config, *(getattr(config, name) for name in config.sub_configs)):
         if isinstance(config_, PretrainedConfig):
             config_.dtype = str(dtype).removeprefix("torch.")
@@ -88,10 +88,10 @@ def write_config(
 
 
 def copy_tokenizer(source: Path, directory: Path, chat_template: str | None = None) -> None:
-    """Copy the files of a tokenizer; `chat_template` (Jinja) replaces its template.
+    """Copy the files of a tokenizer; `chat_template` (Jinja) replaces the tokenizer's template.
 
     Raises:
-        ModelError: there is no file of a tokenizer, or one can't be read.
+        ModelError: there is no file of a tokenizer, or a file can't be read.
     """
     names = _TOKENIZER + (_TEMPLATES if chat_template is None else ())
     paths = [source / name for name in names if (source / name).is_file()]
@@ -115,10 +115,10 @@ def copy_tokenizer(source: Path, directory: Path, chat_template: str | None = No
 
 
 def refuse_full(directory: Path, needed: int) -> None:
-    """Raise `NotSaved` if the disk has no room for `needed` bytes; call it before anything is written."""
+    """Raise `NotSaved` if the disk has no room for `needed` bytes. Call this before anything is written."""
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise NotSaved(
-            f"{directory} has {format_bytes(free)} free, but {format_bytes(needed)} are to be written; "
+            f"{directory} has {format_bytes(free)} of free space, but {format_bytes(needed)} have to be written; "
             f"free {format_bytes(needed - free)}"
         )

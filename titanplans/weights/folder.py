@@ -40,7 +40,7 @@ class Folder:
 
     Attributes:
         path: the folder.
-        entries: name of a tensor -> its file, dtype and shape.
+        entries: file, dtype and shape of each tensor, by name.
         bytes_read: bytes of values that have been read from `tensors`.
     """
 
@@ -51,7 +51,7 @@ class Folder:
 
     @property
     def tensors(self) -> dict[str, LazyTensor]:
-        """The tensors by name, read when their values are needed."""
+        """The tensors by name. They are read when their values are needed."""
 
         def lazy(name: str, entry: TensorEntry) -> LazyTensor:
             return LazyTensor(name, entry.shape, entry.dtype, lambda box: self._read(name, entry, box))
@@ -59,7 +59,7 @@ class Folder:
         return {name: lazy(name, entry) for name, entry in self.entries.items()}
 
     def file_of(self, name: str) -> str:
-        """Return the name of a tensor's file; the folder for a tensor that was made of several."""
+        """Return the name of the file that holds a tensor; the folder's path if it was converted from several tensors."""
         return self.entries[name].file.name if name in self.entries else str(self.path)
 
     def _read(self, name: str, entry: TensorEntry, box: Box) -> torch.Tensor:
@@ -111,8 +111,8 @@ def open_folder(path: str | os.PathLike[str]) -> Folder:
     ]
     if wrong:
         raise ModelError(
-            f"{index} names the file of {counted(len(wrong), 'tensor')} wrongly, first {wrong[0]} in "
-            f"{file_names[wrong[0]]}: the folder is incomplete or mixed from two; fetch it again"
+            f"{index} names the wrong file for {counted(len(wrong), 'tensor')}, e.g. {file_names[wrong[0]]} for {wrong[0]}: "
+            "the folder is incomplete, or a mixture of two; download it again"
         )
     return Folder(folder, entries)
 
@@ -126,27 +126,26 @@ def _read_index(index: Path) -> dict[str, str]:
     except OSError as error:
         raise ModelError(f"{index} can't be read: {_reason(error)}") from error
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{index} is damaged: {_reason(error)}; fetch it again") from error
+        raise ModelError(f"{index} is damaged: {_reason(error)}; download it again") from error
     file_names = values.get("weight_map") if isinstance(values, dict) else None
     if not isinstance(file_names, dict) or not file_names:
-        raise ModelError(f"{index} has no weight_map from names of tensors to files: fetch it again")
-    # Files of this folder only, which may be links, as in the hub's cache: an index must not lead to any other file.
+        raise ModelError(f"{index} has no weight_map from names of tensors to files; download it again")
+    # An index may name only entries of this folder, so that it can't point elsewhere. The entries may be symbolic links, as
+    # in the hub's cache.
     for name, file in file_names.items():
         is_name = isinstance(file, str) and file not in ("", ".", "..") and not set(file) & {"/", "\\", "\0"}
         if not is_name or not file.endswith(".safetensors"):
             raise ModelError(
-                f"{index} says that {name} is in {file!r}: an index names .safetensors files of its own folder only, "
+                f"{index} says that {name} is in {file!r}: an index may name only .safetensors files of its own folder, "
                 "without a path"
             )
     return file_names
 
 
 def _read_header(file: Path) -> dict[str, TensorEntry]:
-    """Return the entries of a .safetensors file by name; safetensors checks header and file size when it opens the file."""
+    """Return the entries of a .safetensors file by name. safetensors checks header and file size when it opens the file."""
     if not file.exists():
-        raise ModelError(
-            f"{file} is not there, though the index names it: the folder is incomplete, fetch it"
-        )
+        raise ModelError(f"{file} does not exist, although the index names it: download the folder again")
     if not file.is_file():
         raise ModelError(f"{file} is not a regular file")
     entries = {}
@@ -156,11 +155,11 @@ def _read_header(file: Path) -> dict[str, TensorEntry]:
                 slice_ = opened.get_slice(name)
                 if (dtype := DTYPES.get(slice_.get_dtype())) is None:
                     raise ModelError(
-                        f"{file}: {name} has the type {slice_.get_dtype()}, which no model here has"
+                        f"{file}: {name} has the dtype {slice_.get_dtype()}, which is not supported"
                     )
                 entries[name] = TensorEntry(file, dtype, tuple(slice_.get_shape()))
     except SafetensorError as error:
-        raise ModelError(f"{file} is damaged or cut short: {_reason(error)}; fetch it again") from error
+        raise ModelError(f"{file} is damaged or truncated: {_reason(error)}; download it again") from error
     except OSError as error:
         raise ModelError(f"{file} can't be read: {_reason(error)}") from error
     return entries
@@ -171,9 +170,8 @@ def _describe_missing(folder: Path) -> str:
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
     if pickles:
         return (
-            f"{folder} holds its weights as pickles ({some(pickles)}), which can run code when they are read: they are "
-            "never read here. If you trust their origin, convert them to safetensors by transformers' from_pretrained "
-            "and save_pretrained"
+            f"{folder} holds its weights as pickles ({some(pickles)}), which are not read here, since they can run code. If "
+            "you trust their origin, convert them to safetensors with transformers' from_pretrained and save_pretrained"
         )
     return f"{folder} holds neither {SINGLE} nor {INDEX}"
 

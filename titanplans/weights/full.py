@@ -1,6 +1,6 @@
 """Gather full state dicts of split models and their optimizers on the CPU of rank 0, and load them.
 
-It is done tensor by tensor: besides its shards a rank needs memory for one full tensor, and rank 0 for the state dict.
+This is done tensor by tensor: besides its shards, a rank needs memory for one full tensor, and rank 0 for the state dict.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -35,8 +35,8 @@ def gather_full_state_dict(
     A tied parameter is one tensor under all its names, as in the state dict of the unsplit model.
 
     Args:
-        model: split in any way, or unsplit.
-        only: returns whether to gather the tensor of a name, e.g. of adapters only; the same on every rank.
+        model: a split or unsplit model.
+        only: returns whether to gather the tensor of a name, e.g. only adapters; has to be the same on every rank.
 
     Raises:
         ModelError: a value of the state dict is not a tensor.
@@ -54,13 +54,13 @@ def load_full_state_dict(
     """Load full tensors into a split model in place; each rank keeps its shards, in the model's dtype and on its device.
 
     Args:
-        model: split in any way, or unsplit; not on meta.
-        state: the full state dict on rank 0, which broadcasts each tensor, and None on the others; or the same state dict on
-            every rank, and nothing is sent. A tied parameter may have any of its names.
+        model: a split or unsplit model, not on meta.
+        state: the full state dict on rank 0, which broadcasts each tensor, and None on the others. Or the same state dict on
+            every rank; then nothing is sent. A tied parameter may have any of its names.
         strict: whether every tensor of the model must be in `state`. Unexpected tensors are refused in any case.
 
     Raises:
-        ModelError: on every rank: names are missing or unexpected, shapes differ, or the model is on meta.
+        ModelError: names are missing or unexpected, shapes differ, or the model is on meta. It is raised on every rank.
     """
     tensors, tied = state_tensors(model)
     _load_tensors(tensors, tied, state, strict=strict, subject="the model")
@@ -69,8 +69,8 @@ def load_full_state_dict(
 def gather_full_optimizer_state_dict(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
     """Return the full state of optimizers on the CPU of rank 0, and {} on the others. Collective.
 
-    It has the form of torch.distributed.checkpoint.state_dict: {"state": {parameter: {"exp_avg": tensor, ...}},
-    "param_groups": [{"params": [parameters], "lr": ..., ...}]}. The state of an optimizer without a step is created first.
+    It has the format of torch.distributed.checkpoint.state_dict: {"state": {parameter: {"exp_avg": tensor, ...}},
+    "param_groups": [{"params": [parameters], "lr": ..., ...}]}. If an optimizer has taken no step, its state is created.
     """
     state = get_optimizer_state_dict(model, optimizers)
     gathered = tree_map_only(torch.Tensor, gather_full_tensor, state)
@@ -80,17 +80,17 @@ def gather_full_optimizer_state_dict(model: nn.Module, optimizers: Optimizers) -
 def load_full_optimizer_state_dict(
     model: nn.Module, optimizers: Optimizers, state: Mapping[str, Any] | None
 ) -> None:
-    """Load a state that `gather_full_optimizer_state_dict` returned, for a model that was split in any way.
+    """Load a state that `gather_full_optimizer_state_dict` returned for the same model, split in any way.
 
-    A parameter without a state in `state` had no gradient yet, and has no state afterwards.
+    A parameter that had no gradient when the state was gathered has no state in it, nor afterwards.
 
     Args:
         model: the model whose parameters are optimized.
-        optimizers: of the same kind, with the same parameter groups; they get the hyperparameters of `state`.
-        state: on rank 0, and None on the others; or the same on every rank.
+        optimizers: optimizers of the same kind, with the same parameter groups; they get the hyperparameters of `state`.
+        state: the state on rank 0, and None on the others; or the same state on every rank.
 
     Raises:
-        ModelError: on every rank: states or parameter groups differ.
+        ModelError: states or parameter groups differ. It is raised on every rank.
     """
     current: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizers))
     if (names := broadcast_object(None if state is None else [*state["state"]])) is not None:
@@ -98,7 +98,7 @@ def load_full_optimizer_state_dict(
     groups = None if state is None else state["param_groups"]
     fault = None
     if groups is not None and _parameter_names(groups) != _parameter_names(current["param_groups"]):
-        fault = "it has other groups of parameters: build it with those that the state was gathered with"
+        fault = "its parameter groups differ from those that the state was gathered with: build it with the same groups"
     tensors = None if state is None else _flatten(state["state"])
     groups = _load_tensors(
         _flatten(current["state"]),
@@ -113,7 +113,7 @@ def load_full_optimizer_state_dict(
         model,
         optimizers,
         {"state": current["state"], "param_groups": groups},
-        options=StateDictOptions(strict=False),  # with strict, every parameter would need a state
+        options=StateDictOptions(strict=False),  # with strict=True, every parameter would need a state
     )
 
 
@@ -130,23 +130,23 @@ def _load_tensors(
     """Copy full tensors into `targets` after all ranks agree that they fit. Collective.
 
     Args:
-        targets: name -> tensor to write into.
-        tied: other names of targets -> name.
-        state, strict: as for `load_full_state_dict`.
-        subject: begins the message of an error.
+        targets: the tensors to write into, by name.
+        tied: the name in `targets` of a tied tensor, by its other names.
+        state, strict: see `load_full_state_dict`.
+        subject: the beginning of an error's message.
         fault: why the state can't be loaded, if the caller knows a reason on this rank.
-        extra: a small object.
+        extra: a small object to broadcast.
 
     Returns:
         Rank 0's `extra`.
 
     Raises:
-        ModelError: on every rank, if one of them has a fault.
+        ModelError: the state can't be loaded on some rank. It is raised on every rank.
     """
     local = None if state is None else {name: (tensor.shape, tensor.dtype) for name, tensor in state.items()}
     description, extra = broadcast_object((local, extra))
     if description is None:
-        fault = "there is no state on rank 0: give it there, or on every rank"
+        fault = "rank 0 has no state: pass it on rank 0, or on every rank"
     else:
         fault = fault or _find_fault(targets, tied, description if local is None else local, state, strict)
     ranks = gather_objects((state is None, fault))
@@ -215,12 +215,14 @@ def _parameter_names(groups: Iterable[Mapping[str, Any]]) -> list[list[str]]:
 def _broadcast(
     full: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype, target: torch.Tensor
 ) -> torch.Tensor:
-    """Broadcast rank 0's `full`, on the target's device if the process group supports it, else on one that it supports."""
+    """Broadcast rank 0's `full`, on the target's device or, if the process group does not support it, on another one."""
     device_types = group_device_types()
     device = target.device if target.device.type in device_types else torch.device(device_types[0])
     if full is None:
         full = torch.empty(shape, dtype=dtype, device=device)
     full = full.detach().to(device).contiguous()
     if full.numel():
-        dist.broadcast(full.view(-1).view(torch.uint8), src=0)  # as bytes: no backend supports every dtype
+        dist.broadcast(
+            full.view(-1).view(torch.uint8), src=0
+        )  # as bytes, since no backend supports every dtype
     return full

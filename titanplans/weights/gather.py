@@ -19,14 +19,14 @@ from titanplans.weights.lazy import LazyTensor, lazy_tensors
 def gather(
     model: nn.Module, *, only: Callable[[str], bool] = lambda name: True
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and the full tensor of each parameter and persistent buffer; a tied one once, by its first name.
+    """Yield the name and the full tensor of each parameter and persistent buffer, of tied ones only the first name.
 
-    Collective: every rank must iterate over all of them. Rank 0 gets a tensor on the CPU, the others one on meta. Each rank
-    needs memory for one full tensor on the model's device.
+    Collective: every rank must iterate over all of them. Rank 0 gets tensors on the CPU, the others get tensors on meta.
+    Each rank needs memory for one full tensor on the model's device.
 
     Args:
-        model: split in any way, or unsplit.
-        only: returns whether to gather the tensor of a name; the same on every rank.
+        model: a split or unsplit model.
+        only: returns whether to gather the tensor of a name; has to be the same on every rank.
 
     Raises:
         ModelError: a value of the state dict is not a tensor, or a tensor is on meta.
@@ -40,13 +40,13 @@ def state_tensors(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, 
     """Return the tensors of the state dict, and the tied names.
 
     Returns:
-        tensors: name -> tensor, a tied one by its first name. They share memory with the model.
-        tied: each other name of a tied tensor -> its first name.
+        tensors: the tensors by name, tied ones by their first name. They share memory with the model.
+        tied: the first name of a tied tensor, by each of its other names.
     """
     first_names: dict[int, str] = {}
     tensors: dict[str, torch.Tensor] = {}
     tied: dict[str, str] = {}
-    # keep_vars: only the parameters themselves, not detached ones, show by their id that they are tied.
+    # keep_vars: tied parameters are recognised by their id, which detached copies do not share.
     state = model.state_dict(keep_vars=True)
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
@@ -62,7 +62,7 @@ def state_tensors(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, 
 
 
 def refuse_meta(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return `tensors`; raise a ModelError if one is on meta."""
+    """Return `tensors`; raise a ModelError if one of them is on meta."""
     for name, tensor in tensors.items():
         if tensor.is_meta:
             raise ModelError(f"{name} is on meta and has no values: load or initialise the model first")
@@ -83,9 +83,10 @@ def gather_full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gather_from_stages(models: Sequence[nn.Module], group: dist.ProcessGroup) -> dict[str, LazyTensor]:
-    """Return the full tensors of a model whose pipeline stages are on several ranks; reading one puts it on rank 0's CPU.
+    """Return the full tensors of a model whose pipeline stages are on several ranks. Values are read on rank 0's CPU.
 
-    Collective: every rank must read all of them in the same order. A tensor that several stages hold is read from the first.
+    Reading is collective: every rank must read all tensors in the same order. A tensor that several stages hold is read from
+    the first of them.
 
     Args:
         models: the stages of this rank.
@@ -111,7 +112,7 @@ def gather_from_stages(models: Sequence[nn.Module], group: dist.ProcessGroup) ->
         if group.rank() == index:
             tensor = local_tensors[name]
             full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if has_rank_0:  # only the pipeline of rank 0 sends, the others have the same tensors
+            if has_rank_0:  # only the pipeline of rank 0 sends, since the others have the same tensors
                 dist.send(full.contiguous(), group=group, group_dst=0)
         elif rank() == 0:
             device = next(models[0].parameters()).device

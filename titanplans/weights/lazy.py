@@ -1,8 +1,8 @@
 """`LazyTensor`: a tensor with a shape and a dtype whose values are read when they are needed, one box of indices at a time.
 
-torch's functions on lazy tensors return lazy tensors. Those of stack, cat, narrow, chunk and transpose read only the boxes
-of their sources that are needed; those of any other function read their sources completely. So code that was written for
-tensors, such as transformers' conversions of weights, runs without reading values.
+torch's functions on lazy tensors return lazy tensors. The results of stack, cat, narrow, chunk and transpose read only the
+boxes of their sources that are needed; the results of any other function read their sources completely. So code that was
+written for tensors, such as transformers' conversions of weights, runs without reading values.
 """
 
 import operator
@@ -15,16 +15,16 @@ from titanplans.errors import ModelError
 from titanplans.torch_private.dispatch import tree_leaves, tree_map_only
 
 Box = tuple[tuple[int, int], ...]
-"""For each dimension the first index and the index after the last."""
+"""A range of indices for each dimension: the first index, and the one after the last."""
 
 
 class LazyTensor:
     """A tensor whose values are read when they are needed.
 
     Args:
-        name: the name of its source, for errors.
-        shape: of the tensor.
-        dtype: of its values.
+        name: the name of the tensor that it is read from, for errors.
+        shape: the tensor's shape.
+        dtype: the dtype of its values.
         fetch: returns the values in a box, with the box's shape.
     """
 
@@ -43,7 +43,7 @@ class LazyTensor:
         return self._fetch(tuple((0, size) for size in self.shape) if box is None else box)
 
     def narrow(self, dim: int, start: int, length: int) -> "LazyTensor":
-        """Return a slice of a dimension, as `torch.Tensor.narrow`."""
+        """Return a slice of a dimension, like `torch.Tensor.narrow`."""
         dim = dim % self.ndim
         shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
 
@@ -54,7 +54,7 @@ class LazyTensor:
         return LazyTensor(self.name, shape, self.dtype, fetch)
 
     def chunk(self, chunks: int, dim: int = 0) -> tuple["LazyTensor", ...]:
-        """Split a dimension into chunks of equal size but for the last, maybe fewer, as `torch.Tensor.chunk`."""
+        """Split a dimension into at most `chunks` chunks; only the last may be smaller, like `torch.Tensor.chunk`."""
         size = self.shape[dim]
         step = max(1, -(-size // chunks))
         return tuple(
@@ -62,7 +62,7 @@ class LazyTensor:
         )
 
     def transpose(self, dim0: int, dim1: int) -> "LazyTensor":
-        """Swap two dimensions, as `torch.Tensor.transpose`."""
+        """Swap two dimensions, like `torch.Tensor.transpose`."""
         order = list(range(self.ndim))
         order[dim0], order[dim1] = order[dim1], order[dim0]
 
@@ -72,7 +72,7 @@ class LazyTensor:
         return LazyTensor(self.name, [self.shape[dim] for dim in order], self.dtype, fetch)
 
     def contiguous(self) -> "LazyTensor":
-        """Return the tensor itself, as the memory layout is decided when it is read."""
+        """Return the tensor itself, since the memory layout is decided when it is read."""
         return self
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -100,11 +100,11 @@ class LazyTensor:
 def lazy_tensors(
     tensors: Mapping[str, torch.Tensor | LazyTensor], read: Callable[[str], torch.Tensor]
 ) -> dict[str, LazyTensor]:
-    """Return lazy tensors for values that can only be read completely; the last one read is cached for further boxes.
+    """Return lazy tensors whose values can only be read completely. The last tensor read is cached, for its other boxes.
 
     Args:
-        tensors: shapes and dtypes; may be on meta.
-        read: returns all values of the tensor of a name; on a rank without values, a tensor on meta.
+        tensors: tensors with the shapes and dtypes, e.g. on meta.
+        read: returns all values of the tensor of a name, or a tensor on meta on a rank without values.
     """
     last: dict[str, torch.Tensor] = {}
 
@@ -165,10 +165,11 @@ def _concatenate(tensors: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
 def apply_lazily(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
 ) -> Any:
-    """Apply any function to lazy tensors: shapes are computed on meta now, and values when they are read.
+    """Apply any function to lazy tensors. Shapes are computed on meta now, and values are computed when they are read.
 
     Returns:
-        A lazy tensor, or a list or tuple of lazy tensors, as `func` returns; anything else is returned as it is.
+        A lazy tensor, or a list or tuple of lazy tensors, in place of the tensors that `func` returns; any other result is
+        returned unchanged.
     """
 
     def call_with(to_tensor: Callable[[LazyTensor], torch.Tensor]) -> Any:
@@ -193,7 +194,7 @@ def apply_lazily(
 
 def _mismatch_error(first: LazyTensor, other: LazyTensor) -> ModelError:
     return ModelError(
-        f"{other.name} has the shape {tuple(other.shape)} and {first.name} {tuple(first.shape)}, but they belong to one "
+        f"{other.name} has the shape {tuple(other.shape)} and {first.name} has {tuple(first.shape)}, but they belong to one "
         "tensor of the model: the folder is incomplete or damaged"
     )
 

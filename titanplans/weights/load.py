@@ -41,22 +41,22 @@ class Loaded(NamedTuple):
     seconds: float
 
     missing: tuple[str, ...]
-    """The model's tensors that the folder lacks, which keep their values: none unless strict=False."""
+    """The model's tensors that the folder lacks, which keep their values. There are none unless strict=False."""
 
     unexpected: tuple[str, ...]
-    """The folder's tensors that the model does not have: those that its class ignores, such as layers of multi-token
-    prediction, and with strict=False any others."""
+    """The folder's tensors that the model does not have: those that the model's class ignores, such as layers of multi-token
+    prediction, and with strict=False all others."""
 
 
 class Match(NamedTuple):
     """A folder's tensors by parameter name."""
 
     tensors: dict[str, LazyTensor]
-    """The tensors to read, a tied one once."""
+    """The tensors to read; of tied ones, only one."""
     tied_copies: dict[str, LazyTensor]
     """Further copies of tied tensors in the folder."""
     tied: dict[str, str]
-    """The name of a tied parameter -> the name that it is tied to."""
+    """The name that a parameter is tied to, by its own name."""
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
 
@@ -71,18 +71,18 @@ def load_weights(
     model's code, and tied weights are tied again.
 
     Args:
-        model: built by `titanplans.modeling.build`; split in any way, or unsplit.
-        folder: safetensors with transformers' names: one file, or an index and several files.
+        model: a split or unsplit model that `titanplans.modeling.build` has built.
+        folder: a folder with safetensors that have transformers' names: one file, or an index and several files.
         strict: raise an error if the folder lacks a tensor of the model, or has an unexpected one that the model's class
             does not ignore. If False, missing tensors keep their values.
-        seed: for tensors that are in no folder, such as adapters; the same on every rank.
+        seed: the seed for tensors that no folder has, such as adapters; has to be the same on every rank.
 
     Returns:
         The number of tensors that were loaded, and the names of the missing and unexpected ones.
 
     Raises:
-        ModelError: the folder is damaged or of another model; a tensor is on meta, or has 16 bits although the model's class
-            keeps it in float32; or tied weights have different values.
+        ModelError: the folder is damaged, or holds another model; a tensor is on meta, or has 16 bits although the model's
+            class keeps it in float32; or tied weights have different values.
     """
     start = time.perf_counter()
     targets = named_tensors(model)
@@ -93,7 +93,7 @@ def load_weights(
     writer = Writer(model, targets, match.tied)
     for name, lazy in match.tensors.items():
         writer.write(name, cast(torch.Tensor, lazy))  # its functions on tensors accept lazy ones
-    # Buffers that are in no folder, and adapters. Codes and scales of NF4 are written with their weight.
+    # These are buffers that no folder has, and adapters. Codes and scales of NF4 have been written with their weight.
     others = writer.unwritten.keys() - match.tied.keys() - set(match.missing)
     others = {name for name in others if not name.endswith((nf4.CODES, nf4.SCALES))}
     initialize(model, seed=seed, only=others)
@@ -117,9 +117,9 @@ def match_folder(model: PreTrainedModel, folder: Folder, *, strict: bool = True)
     """Compare names, shapes and dtypes of a folder's tensors with the model's, without reading a value.
 
     Args:
-        model: as for `load_weights`; may be on meta.
-        folder: returned by `open_folder`.
-        strict: as for `load_weights`.
+        model: the model, which may be on meta; see `load_weights`.
+        folder: the result of `open_folder`.
+        strict: see `load_weights`.
 
     Raises:
         ModelError: names the missing and unexpected tensors, and those of another shape or dtype.
@@ -128,9 +128,9 @@ def match_folder(model: PreTrainedModel, folder: Folder, *, strict: bool = True)
     if not isinstance(config, PretrainedConfig):
         raise ModelError(
             f"{type(model).__name__} has no config of transformers, so the names of its tensors in a folder are unknown: "
-            "give load_weights the model that modeling.build made"
+            "give load_weights a model that modeling.build has built"
         )
-    # The unsplit model, as a split one has other classes and names.
+    # Compare with the unsplit model, since a split one has other classes and names.
     plain = build(config)
     tensors, unexpected, ignored = from_hf_names(plain, folder.tensors)
     expected: dict[str, torch.Tensor] = plain.state_dict()
@@ -168,7 +168,7 @@ def _check_float32(model: PreTrainedModel, dtypes: dict[str, torch.dtype]) -> No
 
 
 def _is_castable(stored: torch.dtype, expected: torch.dtype) -> bool:
-    """Return whether a cast keeps the values' meaning; it does not for 8-bit floats, whose scales are another tensor."""
+    """Return whether a cast keeps the meaning of values. It does not for 8-bit floats, whose scales are another tensor."""
     if stored.is_floating_point and stored.itemsize > 1:
         return expected.is_floating_point
     return stored == expected

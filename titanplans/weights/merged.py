@@ -20,9 +20,9 @@ from titanplans.weights.lazy import LazyTensor, apply_lazily, lazy_tensors
 def full_tensors(
     models: Sequence[nn.Module], group: dist.ProcessGroup | None = None
 ) -> dict[str, LazyTensor]:
-    """Return the full tensors of a model that is split in any way, with its adapters merged into the weights.
+    """Return the full tensors of a split or unsplit model, with its adapters merged into the weights.
 
-    Reading one is collective; it is on rank 0's CPU, and on meta on other ranks.
+    Reading a tensor is collective. The result is on rank 0's CPU, and on meta on the other ranks.
 
     Args:
         models: the model, or the pipeline stages of this rank.
@@ -43,11 +43,11 @@ def merged(tensors: Mapping[str, LazyTensor], adapters: Mapping[str, nn.Module])
     """Return `tensors` with adapters merged: W + scaling * lora_B lora_A instead of W, lora_A and lora_B.
 
     Args:
-        tensors: by parameter name.
+        tensors: the tensors by parameter name.
         adapters: the modules with adapters, by name.
 
     Raises:
-        ModelError: a factor of an adapter, or its weight, is not among `tensors`.
+        ModelError: a factor of an adapter, or the weight of its module, is not among `tensors`.
     """
     remaining = dict(tensors)
     for module_name, adapter in adapters.items():
@@ -55,8 +55,8 @@ def merged(tensors: Mapping[str, LazyTensor], adapters: Mapping[str, nn.Module])
         names = [f"{module_name}.{name}" for name in (*base, *FACTORS)]
         if missing := [name for name in names if name not in remaining]:
             raise ModelError(
-                f"{module_name} has an adapter, but {missing[0]} is missing, so they can't be merged: the weight is tied to "
-                "another, or the checkpoint holds adapters only"
+                f"{module_name} has an adapter, which can't be merged, because {missing[0]} is missing: the weight is tied "
+                "to another one, or the checkpoint holds only adapters"
             )
         weight = apply_lazily(partial(_merge, adapter), [remaining.pop(name) for name in names])
         remaining[f"{module_name}.weight"] = weight
@@ -77,5 +77,5 @@ def _merge(adapter: Any, *tensors: torch.Tensor) -> torch.Tensor:
 
 
 def named_adapted(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of `model` with an adapter, by their names in the state dict."""
+    """Return the modules of `model` that have an adapter, by their names in the state dict."""
     return {without_wrappers(name): module for name, module in adapted(model).items()}

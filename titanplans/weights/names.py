@@ -1,7 +1,7 @@
-"""Convert between the names of tensors in a Hugging Face folder and parameter names, by transformers' own conversions.
+"""Convert between the names of tensors in a Hugging Face folder and parameter names, with transformers' conversions.
 
 Most names are the same. `transformers.conversion_mapping` has the others: renamed modules and towers, and experts that are
-separate in a folder and one tensor in the model. The conversions run on `LazyTensor`s, without reading values.
+separate in a folder but one tensor in the model. The conversions run on `LazyTensor`s, without reading values.
 """
 
 import copy
@@ -32,14 +32,15 @@ def from_hf_names(
     """Convert the tensors of a Hugging Face folder to the names of a model's parameters.
 
     Args:
-        model: unsplit, on meta: its classes and names are used, not its values. FSDP2 would have renamed the classes.
-        folder_tensors: name in the folder -> tensor.
+        model: the unsplit model on meta, whose classes and names are used. (FSDP2 would have renamed the classes.)
+        folder_tensors: the tensors by their names in the folder.
 
     Returns:
-        tensors: parameter name -> tensor, converted when read; a tied parameter has the name that the folder uses.
+        tensors: the tensors by parameter name, which are converted when read; a tied parameter has the name that the folder
+            uses.
         unexpected: names in the folder that the model does not have.
-        ignored: the unexpected names that the model's class ignores: layers of multi-token prediction, or a head of
-            another task.
+        ignored: the unexpected names that the model's class ignores: layers of multi-token prediction, or a head for another
+            task.
 
     Raises:
         ModelError: tensors that form one parameter don't fit together, or two tensors are the same parameter.
@@ -61,8 +62,8 @@ def from_hf_names(
     def add(target: str, tensor: LazyTensor) -> None:
         if target in tensors:
             raise ModelError(
-                f"{tensors[target].name} and {tensor.name} are both {target} of this model: remove one of them from "
-                "the folder"
+                f"{tensors[target].name} and {tensor.name} are both named {target} in this model: remove one of them "
+                "from the folder"
             )
         tensors[target] = tensor
 
@@ -92,11 +93,11 @@ def from_hf_names(
 
 
 def to_hf_names(model: PreTrainedModel, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Convert a model's tensors to the names of a Hugging Face folder, as `save_pretrained` does.
+    """Convert a model's tensors to their names in a Hugging Face folder, like `save_pretrained`.
 
     Args:
-        model: as for `from_hf_names`.
-        tensors: parameter name -> tensor.
+        model: see `from_hf_names`.
+        tensors: the tensors by parameter name.
     """
     if is_user_model(model.config):
         return dict(tensors)
@@ -104,14 +105,14 @@ def to_hf_names(model: PreTrainedModel, tensors: Mapping[str, LazyTensor]) -> di
 
 
 def _old_buffers(model: PreTrainedModel) -> list[str]:
-    """Return patterns for buffers that older releases saved and the model computes."""
+    """Return patterns of buffers that older releases saved, but that the model computes."""
     buffers = [name for name, _ in model.named_buffers()]
     patterns = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
     return [pattern for end, pattern in patterns.items() if any(name.endswith(end) for name in buffers)]
 
 
 class OlderFormat(NamedTuple):
-    """A format of an older release of FLA, and how its folders are recognised."""
+    """A format of an older release of FLA, and how folders in this format are recognised."""
 
     lacks: str
     """A substring that no name in such a folder has."""
@@ -119,11 +120,11 @@ class OlderFormat(NamedTuple):
     conversion: WeightTransform
 
     models: tuple[str, ...] = ()
-    """The values of `model_type` that it applies to; (): all models of FLA."""
+    """The values of `model_type` that the format applies to; (): all models of FLA."""
 
 
 class _SplitTokenShift(Chunk):
-    """Splits RWKV-7's weights of the token shift, [6, hidden], into six tensors [1, 1, hidden]."""
+    """Splits RWKV-7's weight of the token shift, [6, hidden], into six tensors [1, 1, hidden]."""
 
     def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
         converted = super().convert(input_dict, *args, **kwargs)
@@ -131,12 +132,12 @@ class _SplitTokenShift(Chunk):
 
 
 _GATE, _UP = "mlp.gate_proj.weight", "mlp.up_proj.weight"
-# transformers' table has no models of FLA, and FLA's conversions run only in its `load_state_dict` or in scripts. A release
-# that computes differently (norms over all heads, `norm_first`) can't be converted: its shapes are refused.
+# transformers' table has no models of FLA, and FLA's conversions run only in its `load_state_dict` or in scripts. Weights of
+# releases that compute differently (norms over all heads, `norm_first`) can't be converted: their shapes are refused.
 OLDER_FORMATS = (
     # fla-org/flash-linear-attention b48ca31d (February 2025) split one matrix into two; the gate's rows came first.
     OlderFormat(_UP, WeightConverter([_GATE], [_GATE, _UP], [Chunk(dim=0)])),
-    # Since 2d251bb3 (April 2025) g_proj is the output gate.
+    # Since 2d251bb3 (April 2025) g_proj is the output gate, and the forget gate is f_proj.
     OlderFormat(
         ".f_proj.", WeightRenaming(r"\.attn\.g_proj\.", ".attn.f_proj."), ("forgetting_transformer",)
     ),
@@ -146,7 +147,7 @@ OLDER_FORMATS = (
         WeightConverter(["attn.x_x"], [f"attn.x_{letter}" for letter in "rwkvag"], [_SplitTokenShift(dim=0)]),
         ("rwkv7",),
     ),
-    # The name in state-spaces' folders, which the models' load hooks rename.
+    # Folders of state-spaces have this name, which the models' load hooks rename.
     OlderFormat(
         "backbone.embeddings.",
         WeightRenaming(r"^backbone\.embedding\.", "backbone.embeddings."),
@@ -159,7 +160,7 @@ def older_conversions(model_type: str, module: str, names: Collection[str]) -> l
     """Return the conversions that a folder needs besides transformers' own.
 
     Args:
-        model_type: of the config.
+        model_type: the config's model type.
         module: the module of the model's class.
         names: the names of the folder's tensors.
     """

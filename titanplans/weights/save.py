@@ -37,22 +37,23 @@ def save_weights(
     tokenizer: str | os.PathLike[str] | None = None,
     config: PretrainedConfig | None = None,
 ) -> None:
-    """Save a model that is split in any way as a folder for transformers' `from_pretrained`. Collective; rank 0 writes.
+    """Save a split or unsplit model as a folder for transformers' `from_pretrained`. Collective; rank 0 writes.
 
     Adapters are merged into their weights; `save_adapter` saves them separately. Each rank needs memory for one full tensor
-    on its device, rank 0 also on the CPU. The files are written to a temporary folder, which is renamed when it is complete.
+    on its device, and rank 0 also on the CPU. The files are written to a temporary folder, which is renamed when it is
+    complete. Errors are raised on every rank.
 
     Args:
-        model: of transformers or FLA, built by `titanplans.modeling.build` or by the library.
-        folder: must not exist, or be empty.
-        dtype: of the floating-point tensors, except those that the model keeps in float32; None: as they are.
-        max_shard_size: largest size of a file, in bytes or as "500MB"; a larger tensor gets a separate file.
-        tokenizer: a folder whose tokenizer files are copied; None: none.
-        config: for config.json; None: the model's, with use_cache = True.
+        model: a model of transformers or FLA, built by `titanplans.modeling.build` or by the library.
+        folder: the folder to write, which must not exist or must be empty.
+        dtype: dtype of the floating-point tensors, except those that the model keeps in float32; None: unchanged.
+        max_shard_size: largest size of a file, in bytes or in the form "500MB"; a larger tensor gets a separate file.
+        tokenizer: a folder whose tokenizer files are copied; None: none are copied.
+        config: the config to write; None: the model's, with use_cache = True.
 
     Raises:
-        ModelError: on every rank: the folder exists, or the model has tensors that its class does not have.
-        NotSaved: on every rank: the disk is full, or refuses to write. Written files are removed.
+        ModelError: the folder exists, or the model has tensors that its class does not have.
+        NotSaved: the disk is full, or refuses to write. Written files are removed.
     """
     config = _config_with_cache(model) if config is None else config
     target = Path(folder)
@@ -68,8 +69,8 @@ def _config_with_cache(model: nn.Module) -> PretrainedConfig:
     config = copy.deepcopy(getattr(model, "config", None))
     if not isinstance(config, PretrainedConfig):
         raise ModelError(
-            f"{type(model).__name__} has no config of transformers, so no config.json can be written: save what "
-            "titanplans.gather_full_state_dict(model) returns on rank 0"
+            f"{type(model).__name__} has no config of transformers, so no config.json can be written: save the result of "
+            "titanplans.gather_full_state_dict(model) on rank 0"
         )
     text = config.get_text_config()
     if hasattr(text, "use_cache"):
@@ -91,15 +92,15 @@ def write_folder(
     """Write all files of a model into `directory`, and sync them to the disk. Collective if reading `tensors` is.
 
     Args:
-        directory: exists and is empty, on rank 0.
-        config: of the model.
-        tensors: parameter name -> tensor. Tied tensors may have all their names, and must be equal then.
-        dtype, max_shard_size, tokenizer: as for `save_weights`.
+        directory: an existing, empty folder on rank 0.
+        config: the model's config.
+        tensors: the tensors by parameter name. A tied tensor may occur under several names, with equal values.
+        dtype, max_shard_size, tokenizer: see `save_weights`.
         chat_template: Jinja that replaces the tokenizer's template.
         seal: called on rank 0 with each complete file, to sync it to the disk.
 
     Raises:
-        ModelError, NotSaved: as `save_weights`; written files stay.
+        ModelError, NotSaved: like `save_weights`, but written files stay.
     """
     plain = build(config)
     # A tensor may become several in the folder. It is gathered once and cached while they are read.
@@ -117,7 +118,9 @@ def write_folder(
             meta_tensors, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
         )
     except ValueError as error:
-        raise ModelError(f"max_shard_size = {max_shard_size!r} is no size: 500MB or 5GB would do") from error
+        raise ModelError(
+            f"max_shard_size = {max_shard_size!r} is not a size; 500MB or 5GB would be"
+        ) from error
     values = ((name, lazy.read().to(dtypes[name])) for name, lazy in hf_tensors.items())
 
     def write() -> None:
@@ -143,14 +146,14 @@ def write_folder(
             seal(directory / INDEX)
         sync(directory)
 
-    # Reading a tensor is collective: every rank must read all of them, and rank 0 too if it could not write.
+    # Reading a tensor is collective, so every rank must read all of them, also rank 0 if it could not write.
     on_first_rank(write, directory, then=lambda: deque(values, maxlen=0))
 
 
 def check_names(plain: PreTrainedModel, tensors: Mapping[str, torch.Tensor | LazyTensor]) -> None:
     """Refuse tensors whose names and shapes differ from those of `plain`, a model on meta.
 
-    Of tied weights one is enough.
+    Of tied weights, one is enough.
 
     Raises:
         ModelError: names the first tensors that differ.
@@ -161,11 +164,11 @@ def check_names(plain: PreTrainedModel, tensors: Mapping[str, torch.Tensor | Laz
     state: dict[str, torch.Tensor] = plain.state_dict()
     expected = {name: tensor.shape for name, tensor in state.items() if name not in optional}
     if changes := differences(shapes, expected):
-        raise ModelError(f"these are not the weights of a {type(plain).__name__} of its config: {changes}")
+        raise ModelError(f"these are not the weights of a {type(plain).__name__} with this config: {changes}")
 
 
 def _to_folder_tensors(plain: PreTrainedModel, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Return the tensors by their names in a folder, tied ones once; refuse those of another model, on every rank."""
+    """Return the tensors by their names in a folder, of tied ones only one; refuse those of another model, on every rank."""
     check_names(plain, tensors)
     unified, copies = unify_tied(tensors, plain.all_tied_weights_keys)
     check_tied_copies(copies, unified, plain.all_tied_weights_keys, f"the {type(plain).__name__} to save")

@@ -364,7 +364,7 @@ def test_missing_checkpoints_are_refused(job, options, message):
 def test_a_seed_checkpoint_is_saved_by_one_process(job):
     job_of_options = job(checkpoint__enable="true", checkpoint__create_seed_checkpoint="true")
     check_job(job_of_options, 1)
-    assert "from 1 process, not 2; start one" in refusal(job_of_options, 2)
+    assert "needs 1 process, which saves unsharded weights, not 2; start one" in refusal(job_of_options, 2)
 
 
 def test_the_model_is_refused_before_the_tokenizer_and_the_data(job, tmp_path):

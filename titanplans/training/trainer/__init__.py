@@ -1,1 +1,1 @@
-"""The training loop (`trainer.py`) and what it uses: model, loss, optimizers, metrics, reports, memory checks."""
+"""The training loop (`trainer.py`), with its model, loss, optimizers, metrics and reports, and the memory check."""

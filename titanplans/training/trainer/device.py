@@ -20,7 +20,7 @@ def prepare_device() -> str:
     """Set the number of CPU threads; return the device type: "cuda", "xpu", … or "cpu".
 
     Raises:
-        ConfigError: torch or torchtitan can't run a job, see `no_trainer`.
+        ConfigError: the installed torch or torchtitan can't run jobs (see `no_trainer`).
     """
     if (reason := no_trainer()) is not None:
         raise ConfigError(reason)
@@ -32,7 +32,7 @@ def prepare_device() -> str:
 
 
 def no_trainer() -> str | None:
-    """Return why jobs can't run with the installed torch and torchtitan, as an error's text; None if they can."""
+    """Return an error's text that says why the installed torch or torchtitan can't run jobs; None if they can."""
     alternative = "or train in your own loop with titanplans.parallel, which needs no torchtitan"
     if torch.__version__ < "2.13":
         version = torch.__version__
@@ -43,7 +43,7 @@ def no_trainer() -> str | None:
 
 
 class Peak(NamedTuple):
-    """Peak memory since the last reset, in bytes, and the allocator's failures; on a CPU only `reserved` is set."""
+    """Peak memory since the last reset in bytes, and the allocator's failures. On a CPU only `reserved` is set."""
 
     reserved: int
     active: int = 0
@@ -52,7 +52,7 @@ class Peak(NamedTuple):
 
 
 class DeviceMemory:
-    """Measures memory: that of torch's allocator on an accelerator, the resident set of this process on a CPU.
+    """Measures memory: of torch's allocator on an accelerator, or of this process (its resident set) on a CPU.
 
     Attributes:
         name: name of the device, e.g. "NVIDIA H100 80GB HBM3", "AMD EPYC 9654 96-Core Processor".
@@ -78,7 +78,7 @@ class DeviceMemory:
         return Peak(*(stats.get(name, 0) for name in names))
 
     def reset(self) -> None:
-        """Start a new peak; on a CPU do nothing, as the operating system keeps one peak per process."""
+        """Start a new peak. On a CPU do nothing, since the operating system keeps one peak per process."""
         if not self.is_host:
             torch.accelerator.reset_peak_memory_stats(self.device)
 
@@ -95,7 +95,7 @@ def peak_resident_bytes() -> int:
     """Return the largest resident set of this process since it started, in bytes."""
     status = Path("/proc/self/status")
     if status.exists():
-        # Not getrusage on Linux: a forked child inherits its parent's ru_maxrss.
+        # On Linux getrusage would be wrong: a forked child inherits its parent's ru_maxrss.
         for line in status.read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * _KIB

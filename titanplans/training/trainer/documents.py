@@ -1,4 +1,4 @@
-"""Which models keep the documents packed into one sequence apart, and by which keyword of their forward."""
+"""Which models keep documents apart that are packed into one sequence, and with which keyword of their forward."""
 
 import logging
 
@@ -10,9 +10,9 @@ from titanplans.training.job.resolve import training_data
 
 _log = logging.getLogger(__name__)
 
-# A forward that takes the keyword may still ignore it: the recurrences of transformers and some of flash-linear-attention
-# run across the borders, and GPT-OSS rotates by `position_ids` but does not mask by them. A model type is listed only if a
-# test has seen that a change in one document changes nothing in the next.
+# A forward that accepts the keyword may still ignore it: recurrences in transformers, and some of flash-linear-attention,
+# run across documents; GPT-OSS uses `position_ids` for the rotation but not for the mask. A model type is listed only if a
+# test has shown that a change in one document does not affect the next.
 
 BY_CU_SEQLENS = frozenset((
     "bitnet", "comba", "cyclic_flow_attention", "delta_net", "deltaformer", "forgetting_transformer",
@@ -20,7 +20,7 @@ BY_CU_SEQLENS = frozenset((
     "mla", "moba", "nsa", "parallax", "path_attn", "precond_gated_deltanet", "precond_kda", "raven",
     "retnet", "rodimus", "rwkv6", "rwkv7", "stickbreaking_attn", "transformer", "wall_transformer", "yoco",
 ))  # fmt: skip
-"""Model types of flash-linear-attention that take `cu_seqlens`: the batch is one row, with the offset of each document."""
+"""Model types of flash-linear-attention that take `cu_seqlens`: the batch is one sequence, with each document's offset."""
 
 BY_POSITION_IDS = frozenset((
     "cohere2", "deepseek_v2", "deepseek_v3", "gemma2", "gemma3", "gemma3_text", "glm4", "glm4_moe",
@@ -32,7 +32,7 @@ BY_POSITION_IDS = frozenset((
 
 
 def document_keyword(job: JobConfig, config: PretrainedConfig) -> str | None:
-    """Return the forward's keyword that tells a job's model of documents; None if it needs none, or supports none."""
+    """Return the keyword with which a job passes documents to the model's forward; None if it is not needed or supported."""
     chats = [source.chat for source in training_data(job).sources]
     texts = not all(chat.enable for chat in chats)
     packed = any(chat.enable and chat.packing for chat in chats)
@@ -49,12 +49,12 @@ def document_keyword(job: JobConfig, config: PretrainedConfig) -> str | None:
 
 
 def are_apart(job: JobConfig, keyword: str | None) -> bool:
-    """Return whether a job keeps documents of plain text apart, given what `document_keyword` returned for its model."""
+    """Return whether a job keeps documents of text apart; `keyword` is the result of `document_keyword`."""
     return job.data.documents != "joined" and keyword is not None
 
 
 def check_documents(job: JobConfig, config: PretrainedConfig) -> None:
-    """Refuse to separate documents, or to pack conversations, for a model that can't; log what happens to documents.
+    """Refuse to keep documents apart, or to pack conversations, with a model that can't; log whether documents are apart.
 
     Raises:
         ConfigError: the model type is not known to keep documents apart.
@@ -62,9 +62,7 @@ def check_documents(job: JobConfig, config: PretrainedConfig) -> None:
     chats = [source.chat for source in training_data(job).sources]
     keyword = document_keyword(job, config)
     model_type = repr(config.model_type) if config.model_type else type(config).__name__
-    reason = (
-        f"{model_type} is not known to keep documents of a sequence apart, so each would see those before it"
-    )
+    reason = f"{model_type} is not known to keep the documents of a sequence apart, so each would see those before it"
     if any(chat.enable and chat.packing for chat in chats) and keyword is None:
         option = "data.sources: chat.packing" if job.data.sources else "training.chat.packing"
         raise ConfigError(
@@ -74,7 +72,7 @@ def check_documents(job: JobConfig, config: PretrainedConfig) -> None:
         return
     if job.data.documents == "apart" and keyword is None:
         raise ConfigError(
-            f'data.documents = "apart": {reason}; set it to "joined", or use another model (docs/data.md names them)'
+            f'data.documents = "apart": {reason}; set it to "joined", or use a model that docs/data.md names'
         )
     if are_apart(job, keyword):
         _log.info("documents of a sequence are kept apart: none sees another")
@@ -89,8 +87,8 @@ def inputs(tokens: torch.Tensor, positions: torch.Tensor, keyword: str) -> dict[
 
     Args:
         tokens: `[B, L]`.
-        positions: `[B, L]`, 0 where a document begins, and at the beginning of each sequence.
-        keyword: "position_ids", or "cu_seqlens", for which the sequences are joined into one of length B * L.
+        positions: `[B, L]`, 0 at the first token of each document and of each sequence.
+        keyword: "position_ids"; or "cu_seqlens", for which the sequences are joined into one of length B * L.
     """
     if keyword == "position_ids":
         return {"input_ids": tokens, "position_ids": positions}

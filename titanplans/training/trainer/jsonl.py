@@ -1,6 +1,6 @@
-"""Write and read metrics.jsonl (`metrics.enable_jsonl`): the metrics of a logged step or validation as one line of JSON.
+"""Write and read metrics.jsonl (`metrics.enable_jsonl`), which has one line of JSON per logged step or validation.
 
-`titanplans.training.trainer.metrics` defines the metrics; TensorBoard and W&B get the same names.
+`titanplans.training.trainer.metrics` defines the metrics. They have the same names in TensorBoard and W&B.
 """
 
 import json
@@ -15,9 +15,9 @@ FILE_NAME = "metrics.jsonl"
 
 
 class JsonlWriter:
-    """Appends one JSON object to a file per call of `log`; has the methods of torchtitan's writers.
+    """Appends one JSON object to a file per call of `log`. It has the methods of torchtitan's writers.
 
-    The first call, of step N, drops the lines of an earlier run from step N on: the file always describes one run.
+    If the first call is for step N, it drops the lines of an earlier run from step N on, so the file describes one run.
     """
 
     def __init__(self, path: Path):
@@ -25,7 +25,7 @@ class JsonlWriter:
         self._file: TextIO | None = None
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
-        """Write `{"step": step, **metrics}`; a value that is not finite, which JSON can't express, becomes null."""
+        """Write `{"step": step, **metrics}`. A value that is not finite becomes null, since JSON can't express it."""
         record = {"step": step, **{name: _finite_or_none(value) for name, value in metrics.items()}}
         with name_file_in_errors(self.path):
             if self._file is None:
@@ -41,7 +41,7 @@ class JsonlWriter:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a metrics file in their order; an incomplete last line, left by a kill, is skipped.
+    """Return the objects in a metrics file, in order. An incomplete last line, which a killed job leaves, is skipped.
 
     Raises:
         ConfigError: a line is not an object with a step; names the line.

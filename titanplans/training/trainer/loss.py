@@ -27,12 +27,12 @@ class CrossEntropyLoss:
     """Cross entropy summed over a rank's tokens and divided by the number of valid tokens of the global batch.
 
     Args:
-        options: [loss].
-        compiled: [compile]; the loss is compiled if its components name "loss". None: it is not.
+        options: the options in [loss].
+        compiled: the options in [compile]; the loss is compiled if `components` has "loss". None: it is not compiled.
 
     Attributes:
-        get_balance_loss: returns the router balance loss of the newest forward, or None. Added in training only.
-        objective: label smoothing and z-loss, added to the cross entropy of each token in training only.
+        get_balance_loss: returns the router balance loss of the newest forward, or None. It is added only in training.
+        objective: label smoothing and z-loss, which change the loss of each token, only in training.
     """
 
     get_balance_loss: Callable[[], torch.Tensor | None] = staticmethod(lambda: None)
@@ -52,14 +52,14 @@ class CrossEntropyLoss:
     ) -> torch.Tensor:
         """Return the loss of `logits` [B, L, V], summed over tokens and divided by `global_valid_tokens`.
 
-        Under context parallelism every rank gets the labels of all tokens, but its loss covers its own tokens only: the
-        losses of the CP ranks add up to the batch's.
+        Under context parallelism every rank gets the labels of all tokens, but its loss covers only its own tokens: the
+        losses of the CP ranks add up to that of the batch.
 
         Args:
-            logits: of the model's forward; `DeferredLogits` carry a loss that the head has computed.
-            labels: [B, L]; `IGNORED` where a token does not count.
-            global_valid_tokens: the labels of a step that count, over all ranks. None, in validation: return the plain
-                cross entropy, summed over tokens.
+            logits: the result of the model's forward; `DeferredLogits` hold a loss that the head has computed.
+            labels: [B, L]; `IGNORED` for tokens that do not count.
+            global_valid_tokens: in training, the number of labels in the step that count, over all ranks. None
+                (validation): return the plain cross entropy, summed over tokens.
         """
         training = global_valid_tokens is not None
         objective = self.objective if training else Objective()
@@ -72,17 +72,17 @@ class CrossEntropyLoss:
         return loss
 
     def fuse(self, model: torch.nn.Module, *, splits_backward: bool = False) -> FusedLoss | None:
-        """Return the loss fused with the head of `model`; None if the job does not require it and it can't be.
+        """Return the loss fused with the head of `model`; None if it can't be fused, and the job does not require it.
 
         Raises:
-            NotFused: loss.fused = true, and the loss can't be fused.
+            NotFused: loss.fused = true, but the loss can't be fused.
         """
         if self.options.fused is False:
             return None
         try:
             if splits_backward:
                 raise NotFused(
-                    "the pipeline's schedule runs its backward twice, and its gradients are kept for one"
+                    "the pipeline's schedule runs the backward in two passes, and the head's gradients are kept for only one"
                 )
             compute = self._compile(entropy_and_gradient)
             return FusedLoss(model, chunk_tokens=self.options.chunk_tokens, compute=compute)
@@ -100,7 +100,7 @@ class CrossEntropyLoss:
 def _loss_from_logits(
     logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float, z_loss: float
 ) -> torch.Tensor:
-    # With cu_seqlens the sequences form one row: labels [B, L] take the shape of logits [1, B * L, V]. Deferred logits are
-    # compared with the labels that the head was given, so those stay as they are.
+    # With cu_seqlens the sequences are joined into one, so the labels [B, L] are reshaped like the logits [1, B * L, V].
+    # Deferred logits are compared with the labels that the head got, so these labels keep their shape.
     labels = labels if isinstance(logits, DeferredLogits) else labels.reshape(logits.shape[:-1])
     return cross_entropy(logits, labels, 1, label_smoothing=label_smoothing, z_loss=z_loss)

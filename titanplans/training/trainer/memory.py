@@ -1,4 +1,4 @@
-"""`check_memory`: a lower bound on a job's memory, by arithmetic alone.
+"""`check_memory`: compute a lower bound on a job's memory, without running it.
 
 It counts what is certainly allocated at the same time: weights, gradients, moments, logits, batches. Activations, gathered
 parameters, copies and the libraries come on top, so a job that passes may still run out of memory.
@@ -18,13 +18,13 @@ from titanplans.text import show
 from titanplans.training.job import resolve
 
 _TOKEN = 24
-"""Bytes of a token in a batch: its id, its label and its position are int64."""
+"""Bytes of a token in a batch: id, label and position are int64."""
 
 _EVENT = 512
-"""Least bytes of an event in the flight recorder: `Entry` in torch's FlightRecorder.hpp, without its stack."""
+"""Minimum bytes of an event in the flight recorder: `Entry` in torch's FlightRecorder.hpp, without its stack."""
 
 _PROCESS = 2**25
-"""Least bytes that a process does not share with its parent: the forked pages that it writes to, and its heap."""
+"""Minimum bytes that a process does not share with its parent: the forked pages that it writes to, and its heap."""
 
 _LOG_FRACTION = 0.5
 """If a job needs more than this fraction of the memory, the log says so."""
@@ -37,25 +37,25 @@ class MemoryUse(NamedTuple):
 
     bytes: int
     options: str
-    """The options that determine it, with values."""
+    """The options that determine the size, with their values."""
     item: str
     remedy: str
 
 
 def check_memory(job: JobConfig, model: PreTrainedModel, world_size: int, device_type: str) -> None:
-    """Refuse a job that needs more memory than the machine or GPU has; log a need that is large.
+    """Refuse a job that needs more memory than the machine or GPU has; log if the need is large.
 
     Args:
-        job: as checked so far.
-        model: on meta, with its adapters.
+        job: a job that has passed the other checks.
+        model: the job's model on meta, with its adapters.
         world_size: number of ranks.
-        device_type: "cuda" for GPU memory; else everything is counted as host memory.
+        device_type: "cuda" for GPU memory; otherwise everything is counted as host memory.
 
     Raises:
         ConfigError: names the memory needed and available, the largest item and the remedy.
     """
-    # torchrun says how many processes are on this machine. A launcher that sets RANK alone does not say: count this one.
-    # With neither, our launcher will start all of them here.
+    # torchrun sets the number of processes on this machine. A launcher that sets only RANK does not: count this process.
+    # Without both, our launcher will start all processes here.
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1 if "RANK" in os.environ else world_size))
     host, device = [_batches(job, world_size), *_host_overhead(job)], [_logits(job, model)]
     (host if job.training.enable_cpu_offload else device).append(_weights(job, model, world_size))
@@ -88,7 +88,7 @@ def _weights(job: JobConfig, model: PreTrainedModel, world_size: int) -> MemoryU
     ranks = 1 if p.data_parallel_strategy == "ddp" else world_size // p.data_parallel_replicate_degree
     weight_bytes = 2 if job.training.dtype == "bfloat16" else 4
     moment_bytes = 2 if o.implementation == "fused_opt_states_bf16" else weight_bytes
-    # An NF4 weight has codes of one byte and bfloat16 scales, whatever training.dtype says.
+    # An NF4 weight has codes of one byte and bfloat16 scales, whatever training.dtype is.
     stored = sum(p.numel() * min(weight_bytes, p.itemsize) for p in parameters)
     in_muon = sum(
         parameter.numel()
@@ -96,7 +96,7 @@ def _weights(job: JobConfig, model: PreTrainedModel, world_size: int) -> MemoryU
         if group.optimizer == "Muon"
         for parameter in group.parameters.values()
     )
-    # Muon has one moment per parameter, AdamW two.
+    # Muon has one moment per parameter, AdamW has two.
     moments = f"Muon's momentum of {in_muon:,} of them, AdamW's" if in_muon else f"{o.name}'s"
     item = f"{count:,} parameters, and of the {trained:,} that train gradients and {moments} two moments"
     return MemoryUse(
@@ -108,16 +108,16 @@ def _weights(job: JobConfig, model: PreTrainedModel, world_size: int) -> MemoryU
 
 
 def _logits(job: JobConfig, model: PreTrainedModel) -> MemoryUse:
-    """Return the logits of a batch, or of a chunk if the loss may be fused, in the dtype that the layers compute in."""
+    """Return the memory of a batch's logits, or of a chunk's if the loss may be fused."""
     p, t = job.parallelism, job.training
     chunk_tokens = job.loss.chunk_tokens
     may_fuse = job.loss.fused is not False
     vocab_size = model.config.get_text_config().vocab_size
-    # With loss parallel, or fused, each TP rank has the logits of its shard of the vocabulary.
+    # With loss parallelism or a fused loss, each TP rank has the logits of its shard of the vocabulary.
     vocab_ranks = 1 if p.disable_loss_parallel and not may_fuse else p.tensor_parallel_degree
     itemsize = 2 if "bfloat16" in (t.mixed_precision_param, t.dtype) else 4
     section, data = max(_data(job), key=lambda item: item[1].local_batch_size * item[1].seq_len)
-    # The last stage of a pipeline has the logits of one micro batch, a CP rank the logits of its slice of each sequence.
+    # A pipeline's last stage has the logits of one micro batch. A CP rank has those of its slice of each sequence.
     has_pipeline = p.pipeline_parallel_degree > 1
     sequences = p.pipeline_parallel_microbatch_size if has_pipeline else data.local_batch_size
     tokens = sequences * -(data.seq_len // -p.context_parallel_degree)
@@ -137,7 +137,7 @@ def _logits(job: JobConfig, model: PreTrainedModel) -> MemoryUse:
 
 
 def _batches(job: JobConfig, world_size: int) -> MemoryUse:
-    """Return the batches of a training step, all of which are read before the first forward, or a validation batch."""
+    """Return the memory of a step's batches, all of which are read before the first forward, or of a validation batch."""
     t, data_parallel = job.training, resolve.data_parallel_degree(job, world_size)
     sequences = resolve.global_batch_size(job, data_parallel) // data_parallel
     key = "gradient_accumulation_steps" if t.global_batch_size == -1 else "global_batch_size"

@@ -1,4 +1,4 @@
-"""`MetricsProcessor`: a log line per logged step, and the same metrics for TensorBoard, W&B and metrics.jsonl."""
+"""`MetricsProcessor`: writes a log line per logged step, and the same metrics to TensorBoard, W&B and metrics.jsonl."""
 
 import contextlib
 import math
@@ -33,18 +33,20 @@ class MetricsProcessor:
     A metric that is unknown is left out: MFU on a device whose peak is unknown, device memory on a CPU.
 
     Args:
-        options: [metrics].
-        dump_folder: of the job.
+        options: the options in [metrics].
+        mesh: the meshes of the job's degrees.
+        device: this rank's device.
+        dump_folder: the job's dump folder.
         values: the job's options, for W&B.
 
     Attributes:
-        total_steps: steps of the run, from which the remaining time is computed.
+        total_steps: number of steps of the run, from which the remaining time is computed.
         num_flops_per_token: FLOPs of one forward and backward of the unsplit model.
-        data_metrics: returns the data loader's metrics since it was last called; called on all ranks.
+        data_metrics: returns the data loader's metrics since the last call. Called on all ranks.
         balancer: balances the loads of experts, and has their metrics.
-        validation_loss: the newest, in nats per token.
-        ntokens_since_last_log: tokens in this rank's batches.
-        data_loading_times: seconds that each batch took since the last log line.
+        validation_loss: the newest validation loss, in nats per token.
+        ntokens_since_last_log: tokens in this rank's batches since the last log line.
+        data_loading_times: seconds that loading each batch took, since the last log line.
     """
 
     total_steps: int
@@ -70,13 +72,13 @@ class MetricsProcessor:
         self.time_last_log = time.perf_counter()
         self._first_step = 0
         self._peak_before_validation: Peak | None = None
-        """Peak memory from the last log line to the last validation since; None: there was none since."""
+        """Peak memory between the last log line and the validation after it; None: there was no validation since."""
         self._time_first_log = 0.0
         self._last_logged_step = 0
         self.memory.reset()
 
     def should_log(self, step: int) -> bool:
-        """Return whether `step` is the first of this run, a multiple of `log_freq`, or the last; call it in every step."""
+        """Return whether `step` is the first of this run, a multiple of `log_freq`, or the last. Call this in every step."""
         self._first_step = self._first_step or step
         return step % self.options.log_freq == 0 or step in (1, self._first_step, self.total_steps)
 
@@ -98,11 +100,11 @@ class MetricsProcessor:
         """Log one training step.
 
         Args:
-            step: the optimiser step, from 1.
-            global_avg_loss: nats per token, over all ranks.
+            step: the optimizer step, counted from 1.
+            global_avg_loss: mean loss over all ranks, in nats per token.
             global_max_loss: the largest mean loss of a data-parallel rank, in nats per token.
             grad_norm: 2-norm of all gradients before clipping.
-            extra_metrics: more scalars for the writers.
+            extra_metrics: further scalars for the writers.
         """
         if math.isnan(global_max_loss):  # 0 / 0: a rank had only padding, in the last step of an epoch
             global_max_loss = global_avg_loss
@@ -156,7 +158,7 @@ class MetricsProcessor:
         self.memory.reset()
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
-        """Log the validation loss, in nats per token, of the model after `step`."""
+        """Log the validation loss of the model after `step`, in nats per token."""
         self.validation_loss = loss
         memory, memory_text = self._memory(self.memory.peak())
         scalars = {"validation_metrics/loss": loss}
@@ -172,7 +174,7 @@ class MetricsProcessor:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude time and tokens of the body from training throughput, and measure its peak memory separately."""
+        """Exclude time and tokens of the body from the training throughput, and measure its peak memory separately."""
         tokens, started = self.ntokens_since_last_log, time.perf_counter()
         self._peak_before_validation = self._interval_peak()
         self.memory.reset()
@@ -186,12 +188,12 @@ class MetricsProcessor:
             self.logger.log(scalars, step)
 
     def _write_image(self, image: torch.Tensor | None, step: int) -> None:
-        # torchtitan's writers take scalars only, so TensorBoard's is called directly.
+        # torchtitan's writers take only scalars, so TensorBoard's writer is called directly.
         if image is not None and self._tensorboard is not None:
             self._tensorboard.writer.add_image("experts/load", image, step)
 
     def _make_writers(self, values: dict[str, Any]) -> LoggerContainer:
-        """Return the writers of this rank: none but on rank 0, or on all ranks with metrics.save_for_all_ranks."""
+        """Return the writers of this rank. Only rank 0 has any, or every rank with metrics.save_for_all_ranks."""
         writers, options, rank = LoggerContainer(), self.options, torch.distributed.get_rank()
         if rank != 0 and not options.save_for_all_ranks:
             return writers
@@ -205,7 +207,7 @@ class MetricsProcessor:
             writers.add_logger(self._tensorboard)
         if options.enable_jsonl:
             path = Path(self._folder, subfolder, FILE_NAME)
-            # It has the methods of torchtitan's `BaseLogger`, without being one.
+            # It has the methods of torchtitan's `BaseLogger`, but is not a subclass.
             writers.add_logger(JsonlWriter(path))  # pyrefly: ignore[bad-argument-type]
         return writers
 
@@ -237,7 +239,7 @@ class MetricsProcessor:
         }, f"memory {reserved:.2f} GiB ({percent:.0f}%)"
 
     def _remaining_seconds(self, step: int, now: float) -> float | None:
-        """Extrapolate the time to `total_steps` from all steps but the first, which may compile; None in the first."""
+        """Extrapolate the time to `total_steps` from all steps but the first, which may compile; None in the first step."""
         if step == self._first_step:
             return None
         return (now - self._time_first_log) / (step - self._first_step) * (self.total_steps - step)
@@ -278,6 +280,6 @@ def format_seconds(seconds: float) -> str:
 
 
 def _three_digits(value: float) -> str:
-    """Format with three significant digits, never with an exponent: 0.00456, 12.3, 456."""
+    """Format a number with three significant digits and no exponent: 0.00456, 12.3, 456."""
     digits = max(0, 2 - math.floor(math.log10(value))) if 0 < value < 100 else 0
     return f"{value:,.{digits}f}"

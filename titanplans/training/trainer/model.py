@@ -1,6 +1,7 @@
-"""The language model of a job: `make_models` builds and parallelises it, and `LanguageModel` is how the trainer calls it.
+"""The language model of a job: `make_models` builds and parallelises it, and the trainer calls it as a `LanguageModel`.
 
-`titanplans.modeling` builds the Hugging Face model inside, `LanguageModel.lm`, and `titanplans.parallel` parallelises it.
+The Hugging Face model inside it, `LanguageModel.lm`, is built by `titanplans.modeling` and parallelised by
+`titanplans.parallel`.
 """
 
 import copy
@@ -36,22 +37,22 @@ class LanguageModel:
 
     Args:
         config: the architecture, from `modeling.load_config` or `modeling.load_config_file`.
-        document_keyword: "cu_seqlens" or "position_ids", the forward's keyword that keeps the documents of a sequence apart;
-            None: attention and recurrent states run across their borders.
+        document_keyword: the forward's keyword that keeps the documents of a sequence apart, "cu_seqlens" or "position_ids".
+            None: attention and recurrent states run across the borders of documents.
     """
 
     lm: PreTrainedModel
     """The Hugging Face model."""
     balance_loss: torch.Tensor | None = None
-    """The weighted router balance loss of the newest forward; None: the model adds none."""
+    """The weighted router balance loss of the newest forward; None: the model has none."""
     loss: CrossEntropyLoss
-    """The job's loss, set by `set_loss` where the model makes logits."""
+    """The job's loss, set by `set_loss` on ranks whose stage computes logits."""
     fused: FusedLoss | None = None
     """Computes the loss in the head, chunk by chunk; None: the forward returns logits."""
     data_group: Group | None = None
-    """The data-parallel ranks; None: there is only one."""
+    """The group of data-parallel ranks; None: there is only one such rank."""
     after_shape_inference: Callable[[], None] = staticmethod(lambda: None)
-    """Called after the forward by which a pipeline stage infers the shapes that it receives, and which trains nothing."""
+    """Called after a pipeline stage's shape-inference forward, which does not train."""
 
     def __init__(self, config: PretrainedConfig, *, document_keyword: str | None = None):
         self.lm = modeling.build(config)
@@ -60,19 +61,19 @@ class LanguageModel:
     def set_loss(
         self, loss: CrossEntropyLoss, batch: DeviceMesh | None, *, splits_backward: bool = False
     ) -> None:
-        """Set the loss of the model's logits, fused with its head if possible, and add the router balance loss to it.
+        """Set the loss, fused with the model's head if possible, and have it include the router balance loss.
 
         Args:
-            loss: the job's.
-            batch: the mesh of data-parallel ranks, whose batches the balance loss covers; None: this rank alone.
-            splits_backward: the pipeline schedule computes gradients of inputs and of weights in two passes.
+            loss: the job's loss.
+            batch: the mesh of data-parallel ranks, whose batches the balance loss covers; None: only this rank's.
+            splits_backward: whether the pipeline schedule computes gradients of inputs and of weights in two passes.
 
         Raises:
-            NotFused: the job requires a fused loss, and it can't be computed in this head.
+            NotFused: the job requires a fused loss, but this head can't compute it.
         """
         stage = record_of(self.lm).stage
         if stage is not None and stage.gives:
-            return  # not the last stage: it makes no logits
+            return  # this is not the last stage, so it computes no logits
         self.loss, self.fused = loss, loss.fuse(self.lm, splits_backward=splits_backward)
         self.data_group = None if batch is None else group_of(batch)
         loss.get_balance_loss = lambda: self.balance_loss
@@ -85,16 +86,16 @@ class LanguageModel:
         labels: torch.Tensor | None = None,
         received: Sequence[torch.Tensor] = (),
     ) -> Any:
-        """Return the logits `[B, L, V]` of token ids `[B, L]`; under loss parallel a DTensor, `Shard(2)` on "tp".
+        """Return the logits `[B, L, V]` of token ids `[B, L]`; under loss parallelism a DTensor, `Shard(2)` on "tp".
 
         Args:
             tokens_BL: token ids.
-            positions: `[B, L]`, counted from the beginning of each document of a sequence. Used only with a
-                `document_keyword`; else a token's position is its index in the sequence. With "cu_seqlens" the logits are
-                `[1, B * L, V]`, in the same order.
-            labels: `[B, L]`. With these and a fused loss, return `DeferredLogits`, which only the loss can read.
-            received: the tensors that a pipeline stage gets from the stage before. All stages but the last return what the
-                next one receives instead of logits.
+            positions: `[B, L]`, counted from the beginning of each document of a sequence. They are used only with a
+                `document_keyword`; otherwise a token's position is its index in the sequence. With "cu_seqlens" the logits
+                are `[1, B * L, V]`, in the same order.
+            labels: `[B, L]`. With labels and a fused loss, return `DeferredLogits`, which only the loss can read.
+            received: the tensors that a pipeline stage gets from the previous stage. Instead of logits, every stage but the
+                last returns the tensors that the next stage receives.
         """
         inputs: dict[str, Any] = {"input_ids": tokens_BL}
         if self.document_keyword is not None:
@@ -129,7 +130,7 @@ class LanguageModel:
             with self.fused(labels, **objective._asdict()):
                 output = self.lm(**inputs)
             if not isinstance(logits := logits_of(output), DeferredLogits):
-                raise NotFused(f"{type(self.lm).__name__} returns other logits than its head")
+                raise NotFused(f"{type(self.lm).__name__} returns logits that are not its head's output")
             logits.check()
         except NotFused as error:
             self.loss.on_fusion_failed(error)
@@ -139,13 +140,13 @@ class LanguageModel:
 
     @torch.no_grad()
     def initialize(self, *, buffer_device: torch.device | None = None) -> None:
-        """Initialise every parameter and buffer, after `to_empty`.
+        """Initialise every parameter and buffer. Called after `to_empty`.
 
         Args:
             buffer_device: the device of the buffers, if it differs from the parameters' (CPU offload).
         """
-        # By torch's seed, which all ranks share, not by the generator's state: the weights depend neither on the
-        # degrees nor on what was drawn before.
+        # The weights depend on torch's seed, which all ranks share, and not on the generator's state. So they depend neither
+        # on the degrees nor on what was drawn before.
         modeling.initialize(self.lm, seed=torch.initial_seed())
         if buffer_device is not None:
             modeling.move_buffers(self.lm, buffer_device)
@@ -155,7 +156,7 @@ class Models(NamedTuple):
     """The models that this rank trains."""
 
     model_parts: list[LanguageModel]
-    """The model, or this rank's pipeline stages of it: parallelised, initialised, in training mode."""
+    """The model, or this rank's pipeline stages: parallelised, initialised, in training mode."""
     pipeline: Pipeline | None
     """Runs the stages; None without pipeline parallelism."""
     flops: int
@@ -172,7 +173,7 @@ def make_models(
 ) -> Models:
     """Build the model of a job on meta, parallelise it and initialise it.
 
-    With `checkpoint.create_seed_checkpoint` it stays unsplit and is initialised on the CPU.
+    With `checkpoint.create_seed_checkpoint` the model stays unsplit and is initialised on the CPU.
     """
     name, flavor = resolve.model_name(job)
     if (weights_folder := resolve.hf_weights_folder(job)) is not None:
@@ -211,7 +212,7 @@ def make_models(
         model_part.lm.to_empty(device="cpu" if on_cpu else device.type)
         model_part.initialize(buffer_device=device if on_cpu and not seed_only else None)
         if isinstance(strategy, DDPConfig) and not seed_only:
-            # Only after initialisation: DDP broadcasts rank 0's values as it is set up.
+            # This has to come after initialisation, since DDP broadcasts rank 0's values when it is set up.
             with rename_option_errors():
                 apply_data_parallelism(model_part.lm, mesh, strategy)
         model_part.lm.train()
@@ -223,7 +224,7 @@ def make_models(
 def _count_parameters_and_flops(
     lm: PreTrainedModel, strategy: FSDP2Config | DDPConfig, seq_len: int
 ) -> tuple[int, int]:
-    """Count the parameters of `lm`, on meta, and the floating-point operations per token of one forward and backward.
+    """Return the number of parameters of `lm` (on meta), and the FLOPs per token of one forward and backward.
 
     Adapters and frozen parameters are accounted for.
     """

@@ -1,4 +1,4 @@
-"""torchtitan's containers of optimizers and schedulers, with the job's settings whatever a checkpoint was saved with."""
+"""torchtitan's containers of optimizers and schedulers. They keep the job's settings when a checkpoint is loaded."""
 
 from typing import Any
 
@@ -40,9 +40,9 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, compiled: Compile) -> No
     """
     if compiled.enable and "optimizer" in compiled.components:
         compile_optimizer(optimizer, compiled)
-    # A compiled step has its learning rate as a tensor, which would not load into an optimizer that has a number.
+    # A compiled step has its learning rate as a tensor, which can't be loaded into an optimizer that has a number.
     optimizer.register_state_dict_post_hook(_save_rates_as_numbers)
-    # torch's load_state_dict takes over all settings of the saved param groups: a changed weight decay would do nothing.
+    # torch's load_state_dict adopts all settings of the saved param groups, so a changed weight decay would have no effect.
     optimizer.register_load_state_dict_pre_hook(_keep_job_settings)
 
 
@@ -60,7 +60,7 @@ def _keep_job_settings(optimizer: torch.optim.Optimizer, state_dict: dict[str, A
 
 
 class LRSchedulers(LRSchedulersContainer):
-    """A job's learning-rate schedulers; they load only the step from a checkpoint, and follow the job's schedule."""
+    """A job's learning-rate schedulers. They load only the step from a checkpoint, and follow the job's schedule."""
 
     def __init__(self, job: JobConfig, optimizers: Optimizers):
         options = LRSchedulersContainer.Config(

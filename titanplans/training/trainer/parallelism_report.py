@@ -1,6 +1,6 @@
 """Write a job's parallelism report to `parallelism.json` in its dump folder, and log it.
 
-`titanplans.parallel.report` says what it contains; `titanplans.training.pipeline.report` adds and draws the pipeline.
+`titanplans.parallel.report` defines its contents; `titanplans.training.pipeline.report` adds the pipeline and draws it.
 """
 
 import json
@@ -28,19 +28,19 @@ _log = logging.getLogger(__name__)
 
 
 class JobReport:
-    """Writes and logs the report of one run: the applied parallelism at the start, and what a measured step does.
+    """Writes and logs the report of one run: the applied parallelism at the start, and later the measurements of a step.
 
     Args:
-        model: parallelised and initialised; with a pipeline, the first stage of this rank.
+        model: the parallelised and initialised model; with a pipeline, the first stage of this rank.
         mesh: a `Mesh`.
         config: the strategy that was applied.
-        dump_folder: where rank 0 writes the report.
-        micro_batches: forward and backward passes per step, of accumulation and of the pipeline.
+        dump_folder: the folder in which rank 0 writes the report.
+        micro_batches: forward and backward passes per step (accumulated batches x the pipeline's micro batches).
         measure: whether to measure one of the first steps.
-        pipeline: its report; None without a pipeline.
+        pipeline: the pipeline's report; None without a pipeline.
 
     Raises:
-        ConfigError: a block that was to be compiled is not.
+        ConfigError: a block that should be compiled is not.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class JobReport:
         self._pipeline = pipeline
         self.report.values["micro_batches"] = micro_batches
         self.file = Path(dump_folder) / FILE
-        # Each measurement replaces the one before. DDP needs two: after the first step its reducer rebuilds the buckets in
-        # the order in which gradients arrived. A pipeline needs two, as its first step runs another forward to infer the
-        # shapes that stages receive, and a third, which is timed.
+        # Each measurement replaces the previous one. DDP needs two: after the first step its reducer rebuilds the buckets in
+        # the order in which gradients arrived. A pipeline needs two, since its first step runs an additional forward, which
+        # infers the shapes that stages receive; and a third, which is timed.
         steps = 3 if pipeline is not None else 2 if isinstance(config, DDPConfig) else 1
         self.steps_to_measure = steps if measure else 0
         if not measure:
@@ -77,13 +77,13 @@ class JobReport:
 
     @contextmanager
     def measuring(self, step: int) -> Iterator[Callable[[], None]]:
-        """Measure the training step in the body, if it is one of the first ones.
+        """Measure the training step in the body, if it is one of the first steps.
 
         Yields:
-            A function that the body calls before it logs: collectives from then on are attributed to the log.
+            A function that the body calls before it logs: later collectives are attributed to the log.
 
         Raises:
-            ConfigError: a block that was to be compiled ran eagerly.
+            ConfigError: a block that should be compiled ran eagerly.
         """
         if not self.steps_to_measure:
             yield _do_nothing
@@ -99,7 +99,9 @@ class JobReport:
             with rename_option_errors(), self.report.measuring(step) as record:
                 yield record.places.log_begins
             if self._pipeline is not None and graphs is not None:
-                self.report.values["graphs"] = graphs  # the first step's: later steps compile nothing
+                self.report.values["graphs"] = (
+                    graphs  # those of the first step, since later steps compile nothing
+                )
             # The step before the timed one is the last that is recorded.
             last = self.steps_to_measure == (0 if self._pipeline is None else 1)
             lines = after_step(self.report.values) if last else []
@@ -116,4 +118,4 @@ class JobReport:
 
 
 def _do_nothing() -> None:
-    """Stand in for the function that marks the start of logging, in a step that is not recorded."""
+    """Replace the function that marks the start of logging, in a step that is not recorded."""

@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 class Clipping:
-    """Clips gradients, and with `skips_nonfinite` drops a gradient that is not finite, so that the step changes nothing.
+    """Clips gradients. With `skips_nonfinite` it drops a gradient that is not finite, so that the step changes nothing.
 
     Attributes:
         skipped_steps: the number of steps that this run has skipped.
@@ -30,14 +30,14 @@ class Clipping:
     def clip(
         self, parameters: list[torch.Tensor], max_norm: float, step: int, **pipeline_args: Any
     ) -> torch.Tensor:
-        """Clip as `clip_gradients` does and return the norm before; `pipeline_args` are its arguments for a pipeline."""
+        """Clip with `clip_gradients`, which also gets `pipeline_args`, and return the norm before clipping."""
         norm = clip_gradients(parameters, max_norm, **pipeline_args)
         if not self.skips_nonfinite or not skip_nonfinite(norm):
             self.skipped_in_a_row = 0
         else:
             self.skipped_steps += 1
             self.skipped_in_a_row += 1
-            # Without a gradient an optimizer leaves weight and moments as they are.
+            # Without a gradient, an optimizer changes neither the weight nor its moments.
             for parameter in parameters:
                 parameter.grad = None
             _log.info(
@@ -48,10 +48,10 @@ class Clipping:
 
 
 class FiniteCheck:
-    """Records whether the losses, gradient norms and weights of a run are finite, so that no other state is saved."""
+    """Records whether the losses, gradient norms and weights of a run are finite. Otherwise its state is not saved."""
 
     def __init__(self, models: Sequence[nn.Module], device: torch.device):
-        # On the device, so that adding to it does not synchronise.
+        # The flag is on the device, so that updating it does not synchronise.
         self.models, self._flag = models, torch.ones((), dtype=torch.int32, device=device)
 
     def add(self, values: Iterable[torch.Tensor]) -> None:
@@ -71,9 +71,9 @@ class FiniteCheck:
 class GracefulStop:
     """Makes all ranks stop after the same step once one of them has received a signal.
 
-    A signal may reach ranks at different times, or only one. The first rank that notices it after step N writes N + 2 to the
-    process group's store as the last step. Every rank reads that before it ends step N + 2, as the collectives of a step
-    make each rank wait for all others.
+    A signal may reach ranks at different times, or only one rank. The first rank that notices it after step N writes N + 2
+    to the process group's store as the last step. Every rank sees this entry before it ends step N + 2, since the
+    collectives of a step make each rank wait for all others.
 
     Args:
         is_requested: whether this rank has received the signal.
@@ -84,10 +84,10 @@ class GracefulStop:
         self._previous_step: torch.Event | None = None
 
     def is_last(self, step: int) -> bool:
-        """Return whether all ranks end after `step`, which this rank has taken."""
+        """Return whether all ranks end after `step`, which this rank has just taken."""
         if (device_type := default_device_type()) != "cpu":
-            # The host runs ahead of an accelerator: wait until it has finished the step before `step`, so that what
-            # the class says of collectives holds.
+            # The host runs ahead of an accelerator. Wait until the accelerator has finished the previous step, so that its
+            # collectives have made the ranks wait for each other.
             if self._previous_step is not None:
                 self._previous_step.synchronize()
             self._previous_step = torch.Event(device_type)
@@ -98,7 +98,7 @@ class GracefulStop:
 
 
 def get_rng_state() -> dict[str, torch.Tensor]:
-    """Return the states of torch's generators on this rank by device type: the CPU's, and the accelerator's if any."""
+    """Return the states of torch's generators on this rank, by device type: the CPU, and the accelerator if there is one."""
     state = {"cpu": torch.get_rng_state()}
     if (device_type := default_device_type()) != "cpu":
         state[device_type] = torch.get_device_module(device_type).get_rng_state()
@@ -106,7 +106,7 @@ def get_rng_state() -> dict[str, torch.Tensor]:
 
 
 def set_rng_state(state: dict[str, torch.Tensor]) -> None:
-    """Set torch's generators to states that `get_rng_state` returned."""
+    """Set torch's generators to the states that `get_rng_state` has returned."""
     torch.set_rng_state(state["cpu"])
     if (device_type := default_device_type()) != "cpu":
         torch.get_device_module(device_type).set_rng_state(state[device_type])

@@ -1,7 +1,7 @@
 """A training job on one rank: `Trainer(job)` builds model, optimizers, data and checkpointing; `train()` runs the loop.
 
 Optimizer and scheduler containers, metric writers, profiler, garbage collection and reductions over ranks are torchtitan's.
-The forward of a model is in `model.py`, of a pipeline in `pipeline/`; parallelisation is in `titanplans.parallel`.
+The forward of a model is in `model.py`, and that of a pipeline in `pipeline/`. `titanplans.parallel` parallelises the model.
 """
 
 import contextlib
@@ -56,9 +56,9 @@ class Trainer:
         job: a job that `titanplans.training.job.checks` has checked.
 
     Attributes:
-        step: the number of steps taken, the running one included.
-        tokens_seen: the tokens of this rank's batches in all steps, padding included.
-        graceful_stop: with checkpoint.save_on_signal, tells after which step all ranks end; set by `run_rank`.
+        step: the number of steps taken, including the current one.
+        tokens_seen: the number of tokens in this rank's batches of all steps, including padding.
+        graceful_stop: with checkpoint.save_on_signal, decides after which step all ranks end; set by `run_rank`.
 
     Raises:
         ConfigError, ModelError, ParallelError, DataError: the model, the data or the mesh can't be built as the job says.
@@ -75,7 +75,7 @@ class Trainer:
         self.step = self.tokens_seen = self._last_validated_step = 0
         self.graceful_stop: GracefulStop | None = None
         self.gc = utils.GarbageCollection(job.training.gc_freq, job.training.gc_debug)
-        # The same seed on all ranks: the stages of a pipeline must draw the weights that the unsplit model has.
+        # All ranks have the same seed: a pipeline's stages must be initialised like the unsplit model.
         set_determinism(self.mesh, self.device, job.debug, distinct_seed_mesh_dims=[])  # pyrefly: ignore[bad-argument-type]
         values = job_values(job)
         self._show_job(values)
@@ -127,13 +127,13 @@ class Trainer:
         lms = torch.nn.ModuleList(self._lms)
         self.balancer = LoadBalancer(lms, mesh, job.optimizer.load_balance_coeff, self._pipeline_group)
         for model in self.model_parts:
-            # Shape inference of a pipeline runs a forward that belongs to no step: its expert loads are dropped.
+            # A pipeline's shape inference runs a forward that belongs to no step, so its expert loads are discarded.
             model.after_shape_inference = self.balancer.loads.discard
         metrics = self.metrics_processor
         metrics.num_flops_per_token, metrics.balancer = flops, self.balancer
         metrics.total_steps = job.training.steps
         if self.strategy.float8.recipe_name is not None:
-            # The known peak is for bfloat16, and only some matrix products run in float8: MFU would be wrong.
+            # The known peak is for bfloat16, and only some matrix products run in float8, so MFU would be wrong.
             metrics.peak_flops = None
         metrics.log_model()
 
@@ -188,10 +188,11 @@ class Trainer:
         With `checkpoint.create_seed_checkpoint`, save the initial weights as step 0 instead.
 
         Raises:
-            DataError: the data can't be read further; the last completed step is saved first.
+            DataError: the data can't be read further. Before that, the last completed step is saved.
             Diverged: a loss, a gradient norm or a weight is not finite.
             NotSaved: the disk is full.
-            ConfigError: in the first step, async tensor parallelism fused nothing, or a block of [compile] ran eagerly.
+            ConfigError: in the first step, async tensor parallelism fused nothing, or a block that should be compiled ran
+                eagerly.
         """
         job, checkpointer = self.job, self.checkpointer
         if job.checkpoint.create_seed_checkpoint:
@@ -214,7 +215,7 @@ class Trainer:
                 with self._save_on_data_error(first):
                     step_batches = self._next_batches(batches)
                 if step_batches is None:
-                    end = f"the data were read to their end, after step {self.step} of at most {last}"
+                    end = f"all data have been read after step {self.step} of at most {last}"
                     if self.step >= first:
                         self._validate_if_due(first, is_last=True)
                         checkpointer.save(self.step, is_last=True)
@@ -226,7 +227,8 @@ class Trainer:
                 if self.step == first and getattr(self.strategy, "enable_async_tensor_parallel", False):
                     with rename_option_errors():
                         async_tp.check_fused(self.mesh, self.strategy.async_tensor_parallel_unfused)  # pyrefly: ignore[missing-attribute]
-                # Before the step is saved: a run that is killed in between resumes before this step and validates it again.
+                # Validate before the step is saved: a run that is killed in between then resumes before this step, and
+                # validates it again.
                 self._validate_if_due(first, is_last=self.step == last)
                 checkpointer.save(self.step, is_last=self.step == last)
                 profiler.step()
@@ -251,14 +253,14 @@ class Trainer:
             self.metrics_processor.ntokens_since_last_log += batch[1].numel()
             step_batches.append(batch)
         if self._loaded_rng is not None:
-            # Restored only after the first batch is read: torch's DataLoader draws a seed when iteration starts, which
-            # the saved run did before its first step.
+            # The states are restored after the first batch is read, since torch's DataLoader draws a seed when iteration
+            # starts. The run that was saved drew it before its first step.
             set_rng_state(self._loaded_rng)
             self._loaded_rng = None
         return step_batches
 
     def _take_step(self, batches: list[Batch], mark_logging: Callable[[], None]) -> None:
-        """Run forward and backward of all batches, clip, step the optimizers, log.
+        """Run forward and backward of all batches, clip the gradients, step the optimizers, and log.
 
         `mark_logging` is called after the optimizers' step: the collectives that follow are attributed to the log.
         """
@@ -283,11 +285,11 @@ class Trainer:
         # Logging synchronises with the device, so only logged steps do it.
         if self.metrics_processor.should_log(self.step):
             self._log(sum(losses[1:], losses[0]), norm, local_valid_tokens, global_valid_tokens, rates)
-        if not self.clipping.skipped_in_a_row:  # else the step was skipped
+        if not self.clipping.skipped_in_a_row:  # otherwise the step was skipped
             self.finite_check.add((norm, *losses))
 
     def forward_backward_step(self, batch: Batch, global_valid_tokens: torch.Tensor) -> torch.Tensor:
-        """Add the gradients of one batch; return its loss on this rank, detached, as `_loss_of` defines it."""
+        """Add the gradients of one batch; return its loss on this rank (see `_loss_of`), detached."""
         loss = self._loss_of(batch, global_valid_tokens)
         if self.pipeline is None:  # a pipeline's schedule has run the backward already
             loss.backward()
@@ -296,8 +298,9 @@ class Trainer:
     def _loss_of(self, batch: Batch, global_valid_tokens: torch.Tensor | None = None) -> torch.Tensor:
         """Return the loss summed over a batch's tokens and divided by `global_valid_tokens`.
 
-        Without `global_valid_tokens`, in validation, it is the sum alone. Under context parallelism it covers the tokens of
-        this rank, and the CP ranks' losses add up to the batch's. With a pipeline it is the same on every stage.
+        In validation `global_valid_tokens` is None, and the loss is only the sum. Under context parallelism the loss covers
+        the tokens of this rank, and the losses of the CP ranks add up to that of the batch. With a pipeline it is the same
+        on every stage.
         """
         inputs, labels = batch[0], batch[1].to(self.device)
         tokens, positions = inputs["input"].to(self.device), inputs["positions"].to(self.device)
@@ -311,7 +314,7 @@ class Trainer:
         )
 
     def _accumulating(self, *, last: bool) -> AbstractContextManager[None]:
-        """Return a context for forward and backward of a batch, which defers the reduction of gradients as the job says."""
+        """Return a context for forward and backward of a batch. It defers gradient reductions if the job says so."""
         strategy = self.strategy
         if self.pipeline is not None:  # torch's pipeline stages defer it themselves
             return nullcontext()
@@ -330,7 +333,7 @@ class Trainer:
         parameters = [parameter for lm in self._lms for parameter in lm.parameters()]
         pipeline_args: dict[str, Any] = {}
         if self.pipeline is not None:
-            # Before the norm: a parameter that several stages hold (tied weights) needs the sum of their gradients.
+            # The norm needs the sum of the gradients of each parameter that several stages hold (tied weights).
             self.pipeline.sum_shared_gradients()
             pipeline_args = {"pp_group": self.pipeline.group, "counted": self.pipeline.counted(parameters)}
         # max_norm = 0 turns clipping off, but the norm is still measured.
@@ -365,8 +368,8 @@ class Trainer:
         self.metrics_processor.log(
             self.step, mean, largest, float(norm.item()), {"n_tokens_seen": int(tokens.item()), **rates}
         )
-        # A norm that is not finite shows in the next loss, but the last step has no next one. Checked in logged steps
-        # only, as reading the norm synchronises with the device.
+        # A norm that is not finite shows in the next loss, but the last step has no next loss. The norm is checked only in
+        # logged steps, since reading it synchronises with the device.
         if not self.job.training.skip_nan_inf and not norm.isfinite():
             raise self._diverged("gradient's norm")
 
@@ -422,7 +425,7 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         """Return step, token count and the states of the random generators.
 
-        One copy serves all ranks, as they are seeded alike and draw the same numbers.
+        One copy is enough for all ranks, since they have the same seed and draw the same numbers.
         """
         return {"step": self.step, "ntokens_seen": self.tokens_seen, "rng": get_rng_state()}
 
@@ -433,7 +436,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _save_on_data_error(self, first: int) -> Iterator[None]:
-        """If the body raises a DataError, which it does on all ranks, save the last step before raising it again."""
+        """If the body raises a DataError, which it does on all ranks, save the last step and raise the error again."""
         try:
             yield
         except DataError as error:
