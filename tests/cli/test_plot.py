@@ -97,4 +97,4 @@ def test_runs_that_can_not_be_drawn_are_refused_in_one_line(run, tmp_path, capsy
     (tmp_path / "a" / "metrics.jsonl").write_text("no row\n")
     assert "a/metrics.jsonl, line 1 holds no metrics" in refused(capsys, a)
     (tmp_path / "a" / "metrics.jsonl").write_text("")
-    assert "no figure is logged there yet" in refused(capsys, a)
+    assert "no metric has been logged there yet" in refused(capsys, a)

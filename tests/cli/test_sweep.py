@@ -133,7 +133,7 @@ def test_values_of_every_kind_reach_the_job(write):
         ("[grid]\ntraining.steps = [3, 3]", 'cell "training.steps=3": two cells have this name'),
         ("[[cells]]\nname = 'x'\n[[cells]]\nname = 'x'", 'cell "x": two cells have this name'),
         ("[[cells]]\ntraining.steps = 3", "[[cells]] 1 has no name"),
-        ("[[cells]]\nname = '../x'", 'cell "../x": a folder is named so'),
+        ("[[cells]]\nname = '../x'", 'cell "../x": it is a folder\'s name'),
         ("[cells]\nname = 'x'", "expected a list of tables"),
         (ONE + "[set]\ntraining.steps = 3", "training.steps is in both [grid] and [set]"),
         (ONE + "[set]\njob.dump_folder = 'x'", "job.dump_folder: each cell has a separate folder"),

@@ -152,7 +152,7 @@ def test_an_unknown_key_is_reported_once(tmp_path, caplog):
         modeling.load_config_file(tmp_path)
     messages = [record.message for record in caplog.records if record.name.startswith("titanplans")]
     heads, images = (note.partition(": ")[2] for note in messages)
-    assert heads.startswith("head_dims is no field of Gemma3TextConfig")
+    assert heads.startswith("head_dims is not a field of Gemma3TextConfig")
     assert heads.endswith("did you mean head_dim?")
-    assert images.startswith("image_sise_ is no field of Gemma3Config")
+    assert images.startswith("image_sise_ is not a field of Gemma3Config")
     assert "did you mean" not in images

@@ -182,11 +182,11 @@ def test_a_sequence_without_room_for_an_image_is_refused():
 def test_inputs_of_an_unknown_modality_are_refused():
     from transformers import LlavaConfig
 
-    with pytest.raises(ModelError, match=r"'llava' takes more than tokens"):
+    with pytest.raises(ModelError, match=r"'llava' takes more inputs than tokens"):
         modeling.sample_inputs(LlavaConfig(), batch_size=1, seq_len=32, seed=0)
 
 
 def test_a_vocabulary_of_special_tokens_is_refused():
     config = _config("gemma3_text", vocab_size=1)
-    with pytest.raises(ModelError, match="vocab_size = 1 has special tokens only"):
+    with pytest.raises(ModelError, match="vocab_size = 1 has only special tokens"):
         modeling.sample_inputs(config, batch_size=1, seq_len=4, seed=0)

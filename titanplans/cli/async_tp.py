@@ -1,6 +1,6 @@
 """`titanplans async-tp`: find without a GPU which collectives async tensor parallelism would fuse.
 
-Exit status: 0 if all collectives that can be are fused or overlapped, else 1.
+Exit status: 0 if all collectives that can be fused or overlapped are, else 1.
 """
 
 import inspect
@@ -38,12 +38,12 @@ from titanplans.text import columns, counted
 from titanplans.torch_private.compile import dynamo_errors, is_disabled
 
 _TOKENS = 128
-"""The minimal sequence length: up to 64 tokens FLA's mixers take another kernel."""
+"""The minimum sequence length. With up to 64 tokens FLA's mixers use another kernel."""
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks whose collectives have the same verdicts."""
+    """A group of blocks whose collectives have the same verdicts."""
 
     title: str
     names: tuple[str, ...]
@@ -67,14 +67,14 @@ class Decision:
     seconds: float
 
     def count(self, *, backward: bool) -> dict[str, int]:
-        """Return the numbers of fused, of overlapped and of all collectives, over one block of each kind."""
+        """Return how many collectives are fused, how many are overlapped, and how many there are, in one block per kind."""
         verdicts = [v for blocks in self.blocks for v in blocks.collectives if v.backward == backward]
         fused = sum(v.fused for v in verdicts)
         return {"fused": fused, "overlapped": sum(v.hidden for v in verdicts) - fused, "total": len(verdicts)}
 
     @property
     def complete(self) -> bool:
-        """Whether all collectives that can be are fused or overlapped."""
+        """Whether all collectives that can be fused or overlapped are."""
         return all(v.hidden or not v.possible for b in self.blocks for v in b.collectives)
 
     def text(self) -> str:
@@ -136,7 +136,7 @@ def main(request: Namespace) -> int:
     """Print the decision for each model and degree of `request`; return the exit status.
 
     Raises:
-        UserError: as `decide`, unless all models are requested.
+        UserError: `decide` raises it, and only one model is requested.
     """
     kernels.install("cpu")
     decisions, failures = [], {}
@@ -166,16 +166,16 @@ def main(request: Namespace) -> int:
 
 
 def decide(subject: Subject, request: Namespace, degree: int, progress: Callable[[str], None]) -> Decision:
-    """Decide what async tensor parallelism would fuse in `subject` at one degree.
+    """Determine what async tensor parallelism would fuse in `subject` at one degree.
 
     Raises:
-        UserError: the request can't be decided, or the plan does not fit the model or the degree.
+        UserError: this can't be determined, or the plan does not fit the model or the degree.
     """
     start = time.perf_counter()
     if subject.sequence_parallel is False:
         raise VerifyError(
             f"async-tp {request.subject}: without sequence parallelism there are only all-reduces, which torch's pass does "
-            "not fuse: enable it"
+            "not fuse: enable sequence parallelism"
         )
     progress("the model")
     prepared = _prepare(subject, request, degree)
@@ -192,7 +192,7 @@ def decide(subject: Subject, request: Namespace, degree: int, progress: Callable
     with fake_ranks(degree) as mesh:
         apply_plan(model, mesh, plan=subject.plan, loss_parallel=False)
         if any(p.is_meta for p in model.parameters()):
-            # Its values don't matter: the collectives of fake ranks return arbitrary values.
+            # The values don't matter: the collectives of fake ranks return arbitrary values.
             model.to_empty(device="cpu")
             modeling.initialize(model, seed=0)  # pyrefly: ignore[bad-argument-type]  `modeling.build` made it
         async_tp.prepare(model)
@@ -231,8 +231,8 @@ def decide(subject: Subject, request: Namespace, degree: int, progress: Callable
 
 
 def _prepare(subject: Subject, request: Namespace, degree: int) -> Prepared:
-    """Prepare the model as for a proof, in float32, with sequences of `_TOKENS` or more unless a length is requested."""
-    # Without emulation, so that graphs have the float8 products of a GPU.
+    """Prepare the model like for a proof, in float32, with sequences of at least `_TOKENS` unless a length is requested."""
+    # float8 is not emulated, so that graphs have the float8 products of a GPU.
     unemulated = replace(subject, float8=subject.float8.replace(emulate=False))
     prepared = prepare(unemulated, request, torch.device("cpu"), torch.float32)
     keep_plain_between_graphs(prepared.model)
@@ -242,7 +242,7 @@ def _prepare(subject: Subject, request: Namespace, degree: int) -> Prepared:
 
 
 def prepare_block(block: nn.Module) -> bool:
-    """Place graph breaks at the block's kernels of flash-linear-attention; return whether it is one graph."""
+    """Place graph breaks at the block's kernels of flash-linear-attention; return whether the block is one graph."""
     if has_breaks := calls_kernels(block):
         end_graphs_at_kernels(block)
     return not has_breaks
@@ -250,7 +250,7 @@ def prepare_block(block: nn.Module) -> bool:
 
 @contextmanager
 def graphs_end_as_on_a_gpu() -> Iterator[None]:
-    """In the body, exclude the CPU replacements of functions from graphs if FLA excludes the original functions."""
+    """In the body, exclude the CPU replacement of a function from graphs if FLA excludes the original function."""
     with ExitStack() as stack:
         for name, module in list(sys.modules.items()):
             for key, value in list(vars(module).items()) if name.partition(".")[0] == "fla" else ():

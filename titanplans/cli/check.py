@@ -1,4 +1,4 @@
-"""`titanplans check`: verify the files of checkpoints by the checksums in their manifests. Needs no torch."""
+"""`titanplans check`: compare the files of checkpoints with the checksums in their manifests. Needs no torch."""
 
 import argparse
 import sys
@@ -14,13 +14,13 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command's options."""
     parser = argparse.ArgumentParser(
         prog="titanplans check",
-        description="Verify every file of the checkpoints in a folder by the checksum that was computed when it was "
-        "written.",
+        description="Compare every file of the checkpoints in a folder with the checksum that was computed when the file "
+        "was written.",
         epilog="exit status: 0 no file is damaged, 1 a file is damaged or missing, 2 there is no checkpoint",
         allow_abbrev=False,
     )
     parser.add_argument(
-        "folder", metavar="FOLDER", help="a job's dump_folder/checkpoint, or one step-N folder in it"
+        "folder", metavar="FOLDER", help="a job's dump_folder/checkpoint, or one folder step-N in it"
     )
     return parser
 
@@ -52,6 +52,6 @@ def _checkpoints(folder: Path) -> list[Path]:
     checkpoints = [checkpoint_path(folder, step) for step in steps(folder)]
     if not checkpoints:
         raise ConfigError(
-            f"check {folder}: there is no step-N folder with a {MANIFEST} in it; name a job's dump_folder/checkpoint"
+            f"check {folder}: there is no folder step-N with a {MANIFEST} in it; name a job's dump_folder/checkpoint"
         )
     return checkpoints

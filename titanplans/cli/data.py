@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _SECONDS = 2.0
 _FEWEST = 64
-"""Sequences are counted for `_SECONDS`, and at least `_FEWEST` of them; fewer if each source was read once before."""
+"""Sequences are counted for `_SECONDS`, and at least `_FEWEST` of them, unless each source is exhausted before."""
 _MASKED, _END = "\x1b[2;33m", "\x1b[0m"
 
 
@@ -31,14 +31,16 @@ def parser() -> argparse.ArgumentParser:
         prog="titanplans data",
         usage="titanplans data JOB.toml [--sequences 3] [--section.key value ...]\n       titanplans data --clean",
         description="Print the first training sequences of a job as its model will see them, with one line per document. "
-        "Tokens that do not count in the loss have another color, or are in [[ ]]. Then print the number of sequences and "
+        "Tokens that do not count in the loss have another colour, or are in [[ ]]. Then print the number of sequences and "
         "tokens from each source, the padding, and the tokens per second of one process on this machine.",
         allow_abbrev=False,
     )
     parser.add_argument(
         "--sequences", default="3", metavar="N", help="number of sequences to print; default: 3"
     )
-    parser.add_argument("--rows", help=argparse.SUPPRESS)  # the name until 2026-11, refused with the new one
+    parser.add_argument(
+        "--rows", help=argparse.SUPPRESS
+    )  # the name until 2026-11; its error tells the new name
     parser.add_argument(
         "--clean",
         action="store_true",
@@ -67,7 +69,7 @@ def main(argv: list[str]) -> int:
 
 
 def _copies() -> tuple[Path, int]:
-    """Return the folder of the corpora's copies in the cache of datasets, and its size in bytes."""
+    """Return the folder with the copies of corpora in the cache of datasets, and its size in bytes."""
     from titanplans.training.data.corpus.rows import cache_folder
 
     return cache_folder(), sum(file.stat().st_size for file in cache_folder().rglob("*") if file.is_file())
@@ -128,7 +130,7 @@ def _all_read(loader: "TextDataLoader") -> bool:
 def _sequence_lines(
     tokenizer: Any, batch: "StepBatch", index: int, title: str, names: list[str], has_answers: bool
 ) -> list[str]:
-    """Return a line for each document of a sequence, and for conversations a second one with each answer's last token."""
+    """Return a line for each document of a sequence; conversations have a second line, with each answer's last token."""
     tokens, labels, positions = (
         each[index].tolist() for each in (batch.tokens, batch.labels, batch.positions)
     )
@@ -174,7 +176,7 @@ def _shown(text: str, counts: bool) -> str:
 def _table(
     sequences: list[tuple["StepBatch", int]], names: list[str], epochs: list[str], apart: bool, seconds: float
 ) -> list[str]:
-    """Return the lines of a table of the sequences by source, and a line about padding and speed."""
+    """Return a table of the sequences by source, and a line about padding and speed."""
     tokens, count, documents = Counter[int](), Counter[int](), Counter[int]()
     tokens_and_padding = sum(batch.tokens.shape[1] for batch, _ in sequences)
     for batch, index in sequences:

@@ -1,4 +1,4 @@
-"""`titanplans evaluate JOB`: the validation loss and the perplexity of a checkpoint, a line for each source of the data."""
+"""`titanplans evaluate JOB`: print a checkpoint's validation loss and perplexity, one line for each source of the data."""
 
 from titanplans.training.launch.main import main as run
 

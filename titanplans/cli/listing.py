@@ -1,4 +1,4 @@
-"""`titanplans list`: the registered plans; for model types, what is split over the ranks and the largest degrees."""
+"""`titanplans list`: print the registered plans; for model types, print what is split, and the largest degrees."""
 
 import inspect
 import itertools
@@ -28,17 +28,17 @@ class Architecture(NamedTuple):
 
     name: str
     plan: str
-    """The file of its plan's class."""
+    """The file of the plan's class."""
     lines: int
-    """The number of lines of that class."""
+    """The number of lines of the plan's class."""
     split: dict[str, str]
     """A description of what is split over the ranks, by the class of the mixer."""
     degrees: dict[str, int]
-    """The largest degree of each size, among powers of two up to 64."""
+    """The largest tensor-parallel degree of each size, among powers of two up to 64."""
 
 
 def listing() -> str:
-    """Return a table of the registered plans: class, model types, token mixers, and what they split (heads, for most)."""
+    """Return a table of the registered plans: class, model types, token mixers, and what is split (heads, for most)."""
     by_plan: dict[type[TPPlan], tuple[list[str], list[str]]] = {}
     for column, table in enumerate((registered_plans(), registered_mixers())):
         for name, plan in table.items():
@@ -57,7 +57,7 @@ def long_listing(model_types: Sequence[str]) -> str:
     """Return a few lines about each registered architecture, or each of `model_types`.
 
     Raises:
-        VerifyError: one of them has no plan, or no debug flavor to build.
+        VerifyError: a model type has no plan, or no debug flavor to build.
     """
     lines = []
     for one in architectures(model_types):
@@ -68,7 +68,7 @@ def long_listing(model_types: Sequence[str]) -> str:
 
 
 def architectures(model_types: Sequence[str]) -> Iterator[Architecture]:
-    """Yield the registered architectures with a debug flavor, or those in `model_types`; their models are built on meta."""
+    """Yield the registered architectures with a debug flavor, or those in `model_types`. Models are built on meta."""
     from titanplans import kernels, modeling  # imported here: they import all model libraries
 
     kernels.install("cpu")  # without them some models can't be built on a machine without a GPU
@@ -110,7 +110,7 @@ def _not_loaded() -> list[str]:
 
 
 def split_by(model: nn.Module, plan: type[TPPlan], styles: Mapping[str, ParallelStyle]) -> dict[str, str]:
-    """Describe for each class of mixer in the unsplit `model` what the `styles` of `plan` split over the ranks."""
+    """Describe what the `styles` of `plan` split over the ranks, for each class of mixer in the unsplit `model`."""
     descriptions = {}
     all_styles = native_styles(styles)
     for key, mixer in find_decoder(model).mixers.items():

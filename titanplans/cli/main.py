@@ -50,7 +50,7 @@ COMMANDS = {
     "export": "cli.export",
     "import": "cli.export",
 }
-"""The module of each command. Its `main` gets the arguments, after the command if the module has several commands."""
+"""The module of each command. Its `main` gets the arguments; if a module has several commands, the command comes first."""
 
 
 def run(argv: list[str] | None = None) -> NoReturn:
@@ -58,7 +58,7 @@ def run(argv: list[str] | None = None) -> NoReturn:
     argv = sys.argv[1:] if argv is None else argv
     silence(training=argv[:1] in (["train"], ["evaluate"]))
     if not sys.flags.safe_path:
-        # The current folder, for the user's plans: an installed command has its own folder instead
+        # Add the current folder, for the user's plans. An installed command has its own folder in sys.path instead.
         sys.path.append("")
     proves = argv[:1] in (["verify"], ["list"], ["async-tp"])
     # These variables are read when torch and Triton are imported.
@@ -67,7 +67,7 @@ def run(argv: list[str] | None = None) -> NoReturn:
     if proves and {"cuda", "--device=cuda", "--process-group"} & set(argv):
         # Otherwise Triton's dot products round float32 to TF32, which has 10 mantissa bits instead of 23.
         os.environ["TRITON_F32_DEFAULT"] = "ieee"
-    # A proof runs eagerly, and functions that libraries compile at import time would import the compiler for nothing.
+    # A proof runs eagerly. Libraries compile functions at import time, which would import the compiler needlessly.
     # async-tp needs the compiler's graphs.
     if proves and argv[0] != "async-tp" and "--process-group" not in argv:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"

@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
         prog="titanplans plot",
         description="Plot losses, gradient norms and tokens/s of runs against steps, from the logs of "
         "--metrics.enable_jsonl. titanplans sweep draws the table of a sweep.",
-        epilog="exit status: 0 drawn, 2 there is nothing to draw, or it can't be run as written",
+        epilog="exit status: 0 drawn, 2 nothing to draw, or the command can't be run as written",
         allow_abbrev=False,
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a job's dump_folder")
@@ -79,10 +79,10 @@ def main(argv: list[str]) -> int:
 
 
 def read(folders: Sequence[str]) -> tuple[dict[str, list[Curve]], list[str]]:
-    """Return the curves of the runs in these dump_folders by panel, and a note for each metric that is not always finite.
+    """Return the curves of the runs in these dump_folders, by panel; and a note for each metric that is not always finite.
 
     Raises:
-        ConfigError: a run has no metrics file, a file is damaged, or no metric is logged that can be drawn.
+        ConfigError: a run has no metrics file, a file is damaged, or none of the logged metrics can be drawn.
     """
     panels: dict[str, list[Curve]] = {title: [] for title in PANELS}
     notes = []
@@ -100,12 +100,12 @@ def read(folders: Sequence[str]) -> tuple[dict[str, list[Curve]], list[str]]:
                     notes.append(f"{name}: {title} is not finite at step {some(steps)}")
     panels = {title: curves for title, curves in panels.items() if curves}
     if not panels:
-        raise ConfigError(f"plot {' '.join(folders)}: no figure is logged there yet")
+        raise ConfigError(f"plot {' '.join(folders)}: no metric has been logged there yet")
     return panels, notes
 
 
 def _metrics(folder: Path) -> Path:
-    """Return the metrics file of a run; if it has one per rank, that of rank 0."""
+    """Return the metrics file of a run, or that of rank 0 if there is one per rank."""
     for file in (folder / FILE_NAME, folder / "rank_0" / FILE_NAME):
         if file.is_file():
             return file
@@ -172,7 +172,7 @@ def draw_bars(rows: Sequence[Mapping[str, Any]], formats: Mapping[str, str], pat
         low, high = min(values.values()), max(values.values())
         axes.set_title(title)
         axes.margins(x=0.15)
-        if title.endswith("loss") and high > low:  # losses differ by little of their size, and none is near 0
+        if title.endswith("loss") and high > low:  # losses are far from 0, and differ little
             base = low - (high - low) / 4
             axes.set_xlim(left=base)
             axes.set_title(f"{title}; bars begin at {base:{formats[title]}}")

@@ -1,11 +1,11 @@
 """`titanplans sweep`: run a grid of jobs from a TOML file, one after another, and write a table of their results.
 
-A cell is one job, run by `titanplans train` in a separate process and folder, so it locks its folder and resumes like any
-job. Start at `main`. Exit status:
+A cell is one job, which `titanplans train` runs in a separate process and folder, so that it locks its folder and resumes
+like any job. Start at `main`. Exit status:
 
     0          every cell finished or was refused, and at least one finished
-    1          a cell failed; the other cells were run
-    2          every cell was refused; or the file or the folder can't be used, and nothing was run
+    1          a cell failed; the other cells have been run
+    2          every cell was refused; or the file or the folder can't be used, and nothing has been run
     128 + N    stopped by signal N; run the same command to continue
 """
 
@@ -43,7 +43,7 @@ from titanplans.training.launch.signals import stop_on_signals
 from titanplans.training.trainer.jsonl import FILE_NAME, read_metrics
 
 TRAIN = [sys.executable, "-m", "titanplans", "train"]
-"""The command that a cell's arguments are appended to."""
+"""The command to which a cell's arguments are appended."""
 RECORD, LOG = "cell.json", "log.txt"
 _SET_BY_SWEEP = {
     "job.dump_folder": "each cell has a separate folder",
@@ -58,7 +58,7 @@ class Header(Options, section="sweep"):
     """[sweep]."""
 
     base: FilePath = "."
-    """Path of the base job's TOML, relative to the folder where the command is started. Required."""
+    """Path of the base job's TOML file, relative to the folder in which the command is started. Required."""
 
     dump_folder: FilePath | None = None
     """Folder for the cells and the tables. None: "outputs/" and the name of the sweep file."""
@@ -70,7 +70,7 @@ class Header(Options, section="sweep"):
     """Time after which a cell is stopped and counts as failed. None: no limit."""
 
     timing_skip_steps: NaturalInt = 3
-    """Number of first steps of a cell that tokens/s leaves out."""
+    """Number of steps at the beginning of a cell that are left out of tokens/s."""
 
 
 class SweepFile(Options):
@@ -92,7 +92,7 @@ class Cell:
     arguments: list[str]
     job: dict[str, Any] = field(default_factory=dict)
     refusal: str = ""
-    """Why the settings make no valid job; "" if they do."""
+    """Why the settings do not make a valid job; "" if they do."""
 
     def read(self) -> dict[str, Any]:
         """Return the cell's record: "state" (finished, failed, refused), "reason", "seconds", "job"; {} if it was not run.
@@ -106,7 +106,7 @@ class Cell:
             previous = record["job"] if record else {}
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path} is not the record of a cell ({error}): remove its folder") from error
-        # A refused cell trained nothing, so it may change. Keys that only one of two releases has are ignored.
+        # A refused cell has trained nothing, so its settings may change. Keys that only one of two releases has are ignored.
         changes = describe_changes(previous, self.job, ignored=previous.keys() ^ self.job.keys())
         if changes and record["state"] != "refused":
             raise ConfigError(
@@ -149,7 +149,7 @@ def read_sweep(path: str) -> tuple[Header, list[Cell]]:
             why = (
                 "two cells have this name"
                 if name in cells
-                else "a folder is named so, and may have only letters, digits and ._=,+-"
+                else "it is a folder's name, and may have only letters, digits and ._=,+-"
             )
             raise ConfigError(f'{path}: cell "{name}": {why}: name the cell in [[cells]]')
         for key in settings.keys() & _SET_BY_SWEEP.keys():
@@ -204,7 +204,7 @@ def _word(value: Any) -> str:
 
 
 def run(cell: Cell, time_limit: float | None) -> tuple[str, str]:
-    """Run a cell's job; return its state, and the reason why it did not finish. Signals to the sweep also stop the job."""
+    """Run a cell's job; return its state, and the reason if it did not finish. Signals to the sweep also stop the job."""
     with (cell.folder / LOG).open("a+", encoding="utf-8", errors="replace") as log:
         begin = log.tell()  # earlier runs wrote to the same log
         process = subprocess.Popen(
@@ -248,7 +248,7 @@ METRICS = {
     "collectives per step": ",.0f",
     "received per step, MB": ",.2f",
 }
-"""The columns of measurements, and their formats in the text and the picture."""
+"""The columns with measurements, and their formats in the text and the picture."""
 _MEMORY = ("memory/max_reserved(GiB)", "memory/peak_rss(GiB)")
 """Memory that the accelerator's allocator reserved, or on a CPU the resident set size."""
 
@@ -321,7 +321,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("sweep", metavar="SWEEP.toml", help="the sweep file (docs/training.md)")
     parser.add_argument(
-        "--dry-run", action="store_true", help="list the cells and their commands, run nothing"
+        "--dry-run", action="store_true", help="list the cells and their commands, but run nothing"
     )
     only = "run only this cell; may be repeated"
     parser.add_argument("--only", metavar="NAME", action="append", default=[], help=only)
@@ -354,7 +354,7 @@ def main(argv: list[str]) -> int:
         elif states[cell.name] != "finished":
             print(f"[{index}/{len(to_run)}] {cell.name}: runs, {cell.folder / LOG}", flush=True)
             start = time.perf_counter()
-            # Remains if this process is killed while the cell runs.
+            # This record remains if the process is killed while the cell runs.
             cell.write("failed", "it was stopped before its end", 0.0)
             state, reason = (
                 ("refused", cell.refusal) if cell.refusal else run(cell, header.time_limit_seconds)

@@ -1,4 +1,4 @@
-"""Models: configs by flavor or from a file, construction on meta, initial weights, FLOPs, and models and inputs for a proof.
+"""Models: their configs, construction on meta, initial weights and FLOPs; and models and inputs for a proof.
 
 No plan is imported here.
 """

@@ -18,15 +18,15 @@ from titanplans.precision.kept_dtypes import keeps_float32
 def build(config: PretrainedConfig) -> PreTrainedModel:
     """Return the causal language model of `config`, with parameters and buffers on the meta device.
 
-    Parameters have torch's default dtype, not the config's. If that has 16 bits, tensors that the model's class keeps in
-    float32 are float32, as in `from_pretrained`. The model's config is a copy with `use_cache=False`: training keeps no
-    key/value cache or recurrent state from one step to the next. Tied weights are one parameter.
+    Parameters have torch's default dtype, not the config's. If that dtype has 16 bits, tensors that the model's class keeps
+    in float32 are float32, as in `from_pretrained`. The model's config is a copy with `use_cache=False`, since training
+    keeps no key/value cache or recurrent state from one step to the next. Tied weights are one parameter.
 
     On a CPU without flash-attn, FLA's softmax attention can be constructed only after `kernels.install("cpu")`.
 
     Raises:
-        ModelError: the architecture has no causal LM, sizes do not fit each other, the model's constructor refuses a value,
-            or an optional package such as flash-attn is missing.
+        ModelError: the architecture has no causal LM, sizes are inconsistent, the model's constructor refuses a value, or
+            an optional package such as flash-attn is missing.
     """
     config = copy.deepcopy(config)
     config.get_text_config().use_cache = False
@@ -40,7 +40,7 @@ def construct(config: PretrainedConfig, device: torch.device, dtype: torch.dtype
         return construct_user_model(config, device, dtype)  # type: ignore[return-value]
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(
-            f"model_type {kind!r} has no causal language model, only such a model can be trained"
+            f"model_type {kind!r} has no causal language model, but only such a model can be trained"
         )
     try:
         with device:
@@ -53,8 +53,8 @@ def construct(config: PretrainedConfig, device: torch.device, dtype: torch.dtype
             f"model_type {kind!r} needs a package that is not installed ({' '.join(str(error).split())}); softmax "
             "attention needs flash-attn on a GPU, or kernels.install('cpu') before the model is built"
         ) from error
-    # Constructors check sizes by asserts and by errors. A KeyError is an unknown name, such as that of an activation; the
-    # other errors come from values that a constructor does not check.
+    # Constructors check sizes with asserts and errors. A KeyError means an unknown name, e.g. of an activation; the other
+    # errors come from values that a constructor does not check.
     except (AssertionError, ValueError, KeyError, ArithmeticError, RuntimeError, TypeError) as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,7 +1,7 @@
 """Check the values of a config.json before a config class is constructed. Start at `check_values`.
 
-Config classes of `transformers` check the types of their fields, those of `fla` do not, and neither checks ranges: without
-this check a wrong value would fail in a model's constructor, in an error that does not name the field.
+Config classes of `transformers` check the types of their fields, those of `fla` do not, and neither check ranges. Without
+this check a wrong value would fail in a model's constructor, with an error that does not name the field.
 """
 
 import inspect
@@ -19,7 +19,7 @@ from titanplans.config.values import Constraint, Mismatch, describe, fit
 from titanplans.errors import ModelError
 
 _MOST = 2**31 - 1
-"""The largest size: many kernels have 32-bit indices."""
+"""The largest size, since many kernels have 32-bit indices."""
 
 _LAYERS = 10_000
 
@@ -38,10 +38,10 @@ _RULES = {
     r".*_eps|epsilon|initializer_range|.*_std": Constraint("at least 0", lambda value: value >= 0),
     r".*(dropout|pdrop)": Constraint("from 0 to 1", lambda value: 0 <= value <= 1),
 }
-"""Ranges of numbers by patterns of field names, which model families have in common; the first match counts."""
+"""Ranges of numbers, by patterns of field names that many model families use. The first match counts."""
 
 _NO_FIELD = inspect.Parameter("_", inspect.Parameter.KEYWORD_ONLY)
-"""Stands for the field of an unknown key."""
+"""Used in place of the field of an unknown key."""
 
 
 def check_values(values: Mapping[str, Any], config_class: type[PretrainedConfig], where: str) -> None:
@@ -53,7 +53,7 @@ def check_values(values: Mapping[str, Any], config_class: type[PretrainedConfig]
         where: a description of the file, for errors.
 
     Raises:
-        ModelError: for the first such value, with its key and the expected type or range.
+        ModelError: there is such a value; names the key of the first one, and the expected type or range.
     """
     _check_table(values, config_class, where, "")
 
@@ -72,13 +72,13 @@ def _check_table(values: Mapping[str, Any], config_class: Any, where: str, prefi
         said = f"{where}: {prefix}{key} = {_json(value)}"
         field = fields.get(key, _NO_FIELD)
         if isinstance(value, Mapping) and not _is_number(field.annotation):
-            inner = nested.get(key)  # of any class, it is AutoConfig
+            inner = nested.get(key)  # AutoConfig, if any class is allowed
             known = isinstance(inner, type) and issubclass(inner, PretrainedConfig)
             _check_table(value, inner if known else None, where, f"{prefix}{key}.")
         elif key in ("dtype", "torch_dtype"):
             if value is not None and not isinstance(getattr(torch, str(value), None), torch.dtype):
                 raise ModelError(f'{said}: expected the name of a type of torch, such as "bfloat16"')
-        elif value != field.default:  # a class's default may break the rules
+        elif value != field.default:  # a class's default may violate the rules
             _check_value(key, value, field.annotation, said)
 
 
@@ -86,8 +86,8 @@ def _check_value(key: str, value: Any, hint: Any, said: str) -> None:
     rule = next((rule for names, rule in _RULES.items() if re.fullmatch(names, key)), None)
     if rule is not None and type(value) in (int, float) and not rule.holds(value):  # NaN holds none
         raise ModelError(f"{said}: expected a number, {rule.says}")
-    if not _is_number(hint) or key.endswith("_token_id"):  # which are null where there is none
-        return  # the config class's business
+    if not _is_number(hint) or key.endswith("_token_id"):  # an id is null if there is no such token
+        return  # left to the config class
     try:
         fit(value, hint)
     except Mismatch:
@@ -98,7 +98,7 @@ def _check_value(key: str, value: Any, hint: Any, said: str) -> None:
 def unread_keys(
     values: Mapping[str, Any], config: PretrainedConfig
 ) -> Iterator[tuple[str, PretrainedConfig]]:
-    """Yield each key of a config.json that is no field of its config class, such as a misspelt one, with the config.
+    """Yield each key of a config.json that is not a field of its config class, e.g. a misspelt one, and the config.
 
     transformers stores them as attributes, which the model's code rarely reads.
     """
@@ -108,7 +108,7 @@ def unread_keys(
         if isinstance(inner, PretrainedConfig):
             yield from unread_keys(value or {}, inner)  # null: the class's default
         elif key not in known and not key.startswith("_") and not hasattr(type(config), key):
-            # A key that the class converts to other fields is no attribute. Others it reads by name, as from `kwargs`.
+            # A key that the class converts to other fields is not an attribute. Others are read by name, e.g. from `kwargs`.
             is_read = re.search(rf"""['"]{re.escape(key)}['"]""", inspect.getsource(type(config)))
             if key in vars(config) and not is_read:
                 yield key, config

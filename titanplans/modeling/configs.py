@@ -24,8 +24,8 @@ from titanplans.modeling.config_values import check_values, unread_keys
 from titanplans.modeling.user_model import user_model_config
 from titanplans.text import show
 
-# Errors of a config class for a wrong value: of its own checks, of the typed config dataclasses of transformers 5, and of
-# computing one field from another.
+# Errors that a config class raises for a wrong value: in its own checks, in the typed config dataclasses of transformers 5,
+# and when it computes one field from another.
 _BAD_VALUE = (
     *(TypeError, ValueError, AssertionError, StrictDataclassError),
     *(ArithmeticError, AttributeError, LookupError),
@@ -40,9 +40,9 @@ def available() -> dict[str, tuple[str, ...]]:
 def load_config(name: str, flavor: str, **overrides: Any) -> PretrainedConfig:
     """Return the config of a named model, with `overrides` of its fields.
 
-    If the config has a nested text and vision config (gemma3), a field of the text config is overridden by its plain name,
-    also in the outer config if both have it. `text_config={...}` and `vision_config={...}` override the named fields and
-    keep the others.
+    If the config has nested text and vision configs (gemma3), a field of the text config can be overridden with its plain
+    name, which also overrides it in the outer config if both have it. `text_config={...}` and `vision_config={...}` override
+    the named fields and keep the others.
 
     >>> load_config("gla", "debug", vocab_size=8192).vocab_size
     8192
@@ -83,7 +83,7 @@ def load_config_file(path: str | PathLike[str]) -> PretrainedConfig:
             path = path / "config.json"
             where = f"model config {str(path)!r}"
         if path.exists() and not path.is_file():
-            raise ModelError(f"{where} is no file")  # reading a pipe would block
+            raise ModelError(f"{where} is not a file")  # reading a pipe would block
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(f"{where} can't be read: {error.strerror}") from error
@@ -91,7 +91,7 @@ def load_config_file(path: str | PathLike[str]) -> PretrainedConfig:
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{where} is not JSON: {error}") from error
     if not isinstance(values, dict):
-        raise ModelError(f"{where} must hold a JSON object, it holds a {type(values).__name__}")
+        raise ModelError(f"{where} must hold a JSON object, but holds a {type(values).__name__}")
     if "model_type" not in values:
         raise ModelError(f'{where} has no \'model_type\', e.g. "model_type": "gla"')
     if is_installed("fla"):
@@ -114,14 +114,14 @@ def load_config_file(path: str | PathLike[str]) -> PretrainedConfig:
         raise ModelError(f"{where}: {_one_line(error)}") from error
     for key, owner in unread_keys(values, config):
         _log_once(
-            f"{where}: {key} is no field of {type(owner).__name__}, and does nothing unless the model's "
-            f"code asks for it; {did_you_mean(key, _fields(owner), 'remove it if it does not')}"
+            f"{where}: {key} is not a field of {type(owner).__name__}, and has no effect unless the model's "
+            f"code reads it; {did_you_mean(key, _fields(owner), 'remove it if it does not')}"
         )
     return config
 
 
 def adjusted(config: PretrainedConfig, overrides: Mapping[str, Any]) -> PretrainedConfig:
-    """Return a copy of `config` with `overrides` of fields, also of its text config's; nested tables are merged.
+    """Return a copy of `config` with `overrides` of its fields or its text config's; nested tables are merged.
 
     Raises:
         ModelError: a field does not exist, or its value is refused.
@@ -143,7 +143,7 @@ def _merged(old: Any, new: Any) -> Any:
 
 @cache
 def _log_once(note: str) -> None:
-    """Log `note` once per process, not again in forked processes."""
+    """Log `note` once per process. A forked process does not log again what its parent has logged."""
     logging.getLogger(__name__).info(note)
 
 
@@ -171,7 +171,7 @@ def _construct(config_class: type[PretrainedConfig], fields: dict[str, Any], wha
 def _overridden(
     config: PretrainedConfig, fields: dict[str, Any], overrides: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return `fields`, from which `config` was constructed, with `overrides` in the outer or the nested configs."""
+    """Apply `overrides`, in the outer or the nested configs, to the `fields` from which `config` was constructed."""
     text = config.get_text_config()
     text_fields = [] if text is config else _fields(text)
     values = dict(fields)
@@ -189,7 +189,7 @@ def _overridden(
 
 
 def _check_fields(config: PretrainedConfig, fields: Mapping[str, Any], also: Iterable[str] = ()) -> None:
-    """Refuse keys that are neither a field of `config` (or, in a nested table, of that config) nor in `also`."""
+    """Refuse keys that are neither fields of `config` (in a nested table: of the nested config) nor in `also`."""
     allowed = list(dict.fromkeys([*_fields(config), *also]))
     for key, value in fields.items():
         if key not in allowed:
@@ -199,7 +199,7 @@ def _check_fields(config: PretrainedConfig, fields: Mapping[str, Any], also: Ite
 
 
 def _fields(config: PretrainedConfig) -> list[str]:
-    """Return the fields of the architecture, without those that every config has (dtype, labels, outputs)."""
+    """Return the fields that the architecture adds to those that every config has (dtype, labels, outputs)."""
     common, fields = inspect.signature(PretrainedConfig).parameters, []
     for kind in type(config).__mro__:
         if kind is PretrainedConfig:

@@ -1,6 +1,7 @@
-"""Estimate the FLOPs of a training step by formulas, from the modules of a model.
+"""Estimate the FLOPs of a training step with formulas, from the modules of a model.
 
-As is usual for MFU, recomputation and elementwise operators are not counted, and causal attention counts in full.
+As is usual for MFU, recomputation and elementwise operators are not counted, and causal attention counts like full
+attention.
 """
 
 import logging
@@ -22,19 +23,20 @@ _RECURRENT = ("KimiDeltaAttention", "CyclicFlowAttention", "MomAttention", "RWKV
 
 
 def count_flops(model: PreTrainedModel, seq_len: int) -> tuple[int, int]:
-    """Return the number of parameters, and the FLOPs per token of forward and backward at sequences of `seq_len` tokens.
+    """Return the number of parameters, and the FLOPs per token of forward and backward for sequences of `seq_len` tokens.
 
-    `model` is not split yet, as `titanplans.modeling.build` returns it. Tied parameters count once.
+    `model` is the unsplit model that `titanplans.modeling.build` returns. Tied parameters count once.
 
-    A multiply-add is 2 FLOPs, and the backward costs twice the forward: each multiply-add of the forward counts as 6 FLOPs,
-    and as 4 with a frozen parameter. A token has one multiply-add with each parameter, except those of embeddings that are
-    only looked up and of experts (and memories) that it is not routed to. Each token mixer with H heads of dimension D adds
+    A multiply-add is 2 FLOPs, and the backward costs twice the forward. So each multiply-add of the forward counts as 6
+    FLOPs, or as 4 with a frozen parameter. A token has one multiply-add with each parameter, except those of embeddings that
+    are only looked up and of experts (and memories) that it is not routed to. To this, each token mixer with H heads adds
+    multiply-adds per token:
 
-    - softmax attention: H * (D_qk + D_v) * T, T the smaller of `seq_len` and the window (for equal
-      dimensions the 12 * H * D * T of PaLM, arXiv:2204.02311, appendix B);
-    - gated linear attention: H * (2 * D_k * D_v + C * (D_k + D_v)), the update of the state and its product with the
-      query, and attention inside chunks of C = 64 tokens (arXiv:2312.06635, section 4);
-    - any other mixer: nothing, so that the result is a lower bound.
+    - softmax attention: H * (D_qk + D_v) * T, where T is the smaller of `seq_len` and the window (for equal
+      dimensions D these are the 12 * H * D * T FLOPs of PaLM, arXiv:2204.02311, appendix B);
+    - gated linear attention: H * (2 * D_k * D_v + C * (D_k + D_v)), for the update of the state and its product with the
+      query, and for attention inside chunks of C = 64 tokens (arXiv:2312.06635, section 4);
+    - any other mixer: none, so that the result is a lower bound.
 
     If the config does not have the number of experts per token, all experts count, and this is logged. A vision tower and
     its projector count as parameters but not as FLOPs: they run once per image, not per token.
@@ -49,9 +51,9 @@ class BlockFlops(NamedTuple):
 
     blocks: tuple[int, ...]
     first: int
-    """Of the modules before the blocks, which are in the first stage."""
+    """FLOPs of the modules before the blocks, which are in the first stage."""
     last: int
-    """Of the modules after the blocks and of the head, which are in the last stage."""
+    """FLOPs of the head and the other modules after the blocks, which are in the last stage."""
 
 
 def flops_of_blocks(model: PreTrainedModel, decoder: Decoder, seq_len: int) -> BlockFlops:
@@ -86,15 +88,15 @@ def _work(model: PreTrainedModel, seq_len: int) -> Iterator[tuple[str, float]]:
     routed_fraction = _routed_fraction(config)
     if routed_fraction is None and any(".experts." in name for name, _ in model.named_parameters()):
         _logger.info(
-            f"the config of {type(model).__name__} does not say how many of its experts a token passes (num_experts and "
-            "num_experts_per_tok): FLOPs and MFU count all of them"
+            f"the config of {type(model).__name__} does not say how many experts a token is sent to (num_experts and "
+            "num_experts_per_tok): FLOPs and MFU count all experts"
         )
     for name, parameter in model.named_parameters():
         if name in tied or name in looked_up:
             continue
         if model.get_submodule(name.rpartition(".")[0]) in text_modules:
             uses = (routed_fraction or 1.0) if ".experts." in name else _uses_per_token(model, name)
-            # The gradient of the parameter, which a frozen one does not have, is a third of the FLOPs.
+            # A third of the FLOPs are for the gradient of the parameter, which a frozen parameter does not have.
             flops = parameter.numel() * uses * (6 if parameter.requires_grad else 4)
             yield heads.get(name, name).rpartition(".")[0], flops  # a tied embedding multiplies in the head
     for name, module in model.named_modules():
@@ -124,7 +126,7 @@ def _positive_int(owner: Any, *names: str) -> int | None:
 
 
 def _is_flas(module: nn.Module, *names: str) -> bool:
-    """Whether the class of `module` is FLA's and has one of these names, which a user's class may have too."""
+    """Whether the class of `module` has one of these names and is FLA's: a user's class may have the same name."""
     return type(module).__name__ in names and type(module).__module__.startswith("fla.")
 
 
@@ -143,7 +145,7 @@ def _uses_per_token(model: PreTrainedModel, name: str) -> float:
 
 
 def _mixer_products(module: Any, seq_len: int) -> int:
-    """Return the multiply-adds per token of a token mixer without its projections; 0 for any other module."""
+    """Return the multiply-adds per token of a token mixer, not counting its projections; 0 for any other module."""
     if _is_flas(module, "GatedLinearAttention"):
         d_k, d_v = module.head_k_dim, module.head_v_dim
         return module.num_heads * (2 * d_k * d_v + min(_GLA_CHUNK, seq_len) * (d_k + d_v))
@@ -157,7 +159,7 @@ def _mixer_products(module: Any, seq_len: int) -> int:
         or size is None
     ):
         return 0
-    # window_size is FLA's. transformers has sliding_window on the module if layers differ (None: full), else on the config.
+    # FLA has window_size. transformers has sliding_window on the module if layers differ (None: full), else on the config.
     owner = module if hasattr(module, "sliding_window") else config
     window = _positive_int(module, "window_size") or _positive_int(owner, "sliding_window")
     d_qk = _positive_int(module, "qk_head_dim") or size

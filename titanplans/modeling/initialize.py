@@ -1,7 +1,7 @@
 """`initialize`: set the initial weights of a split model, with values that do not depend on how it is split.
 
-`titanplans.modeling.reference` computes full tensors, and each rank keeps its shards. Only the tables `_parameters` and
-`_buffers` of the split model are used, so its hooks, replaced classes and wrappers have no effect.
+`titanplans.modeling.reference` computes full tensors, and each rank keeps its shards. Only the dicts `_parameters` and
+`_buffers` of the split model's modules are used, so its hooks, replaced classes and wrappers have no effect.
 """
 
 from collections.abc import Collection, Mapping
@@ -22,16 +22,16 @@ from titanplans.split.parameters.shards import copy_shard
 def initialize(model: PreTrainedModel, *, seed: int, only: Collection[str] | None = None) -> None:
     """Set every parameter and buffer to its initial value, in place, and tie the parameters that the config ties.
 
-    Call it after the model is parallelised and after `model.to_empty(device=...)`. Values are those of the model's
-    constructor and `_init_weights`, drawn in float32 and rounded to each parameter's dtype; adapters have those of
-    `low_rank.draw_factor`. They depend on `seed`, the config and the type of device, not on ranks, placements or dtype.
-    Memory: one full unit at a time (a decoder layer, the embedding, the head). No communication. The random states of the
-    CPU and of the model's device are restored.
+    Call this after the model has been parallelised and `model.to_empty(device=...)` has been called. The values are those of
+    the model's constructor and `_init_weights`, drawn in float32 and rounded to each parameter's dtype; adapters get those
+    of `low_rank.draw_factor`. They depend on `seed`, the config and the type of device, not on ranks, placements or dtype.
+    Only one full unit (a decoder layer, the embedding, the head) is in memory at a time, and nothing is communicated. The
+    random states of the CPU and of the model's device are restored.
 
     Args:
-        model: built by `titanplans.modeling.build`; parameters are plain tensors or DTensors with any placements. It may
-            lack modules of the config's model (a pipeline stage), but not have others.
-        seed: the same on every rank.
+        model: a model that `titanplans.modeling.build` has built; parameters are plain tensors or DTensors with any
+            placements. It may lack modules of the config's model (a pipeline stage), but must not have others.
+        seed: the seed, which has to be the same on every rank.
         only: if given, only these buffers are initialised, and parameters keep their values.
 
     Raises:
@@ -65,32 +65,33 @@ def initialize(model: PreTrainedModel, *, seed: int, only: Collection[str] | Non
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Move the model's buffers, and only them, to the device: with CPU offload the parameters stay on the CPU."""
+    """Move only the model's buffers to the device. With CPU offload, the parameters stay on the CPU."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = buffer.to(device)
 
 
 class Writer:
-    """Write full tensors into the parameters of a model that is split in any way, in NF4, or a pipeline stage.
+    """Writes full tensors into the parameters of a model, which may be split, in NF4, or a pipeline stage.
 
     Args:
         model: the model to write into.
-        unwritten: its tensors that are to be written, by name; each is removed when it is written.
+        unwritten: the model's tensors that have to be written, by name; each is removed when it is written.
         tied: the source of each tied parameter.
     """
 
     def __init__(self, model: nn.Module, unwritten: dict[str, torch.Tensor], tied: Mapping[str, str]):
         self.modules = {without_wrappers(path): module for path, module in model.named_modules()}
         self.unwritten = unwritten
-        # In a pipeline stage the source of a tied parameter may be in another stage: its value goes to the tied one.
+        # In a pipeline stage, the source of a tied parameter may be in another stage. Then the value of the source is
+        # written to the tied parameter.
         self.tied_to_absent = {
             source: name for name, source in tied.items() if name in unwritten and source not in unwritten
         }
 
     @torch.no_grad()
     def write(self, name: str, value: torch.Tensor) -> None:
-        """Write this rank's shard of `value` into the tensor `name`, if it is still to be written."""
+        """Write this rank's shard of `value` into the tensor `name`, if it has not been written yet."""
         owner, _, attribute = name.rpartition(".")
         codes, scales = f"{owner}.{nf4.CODES}", f"{owner}.{nf4.SCALES}"
         if attribute == "weight" and codes in self.unwritten:
@@ -101,10 +102,10 @@ class Writer:
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and buffers by their names in the module tree; a tied one under each of its names.
+    """Return parameters and buffers by their names in the module tree; tied ones occur under each of their names.
 
     Raises:
-        ModelError: one is on the meta device.
+        ModelError: one of them is on the meta device.
     """
     named = {
         join(without_wrappers(path), name): tensor

@@ -1,9 +1,10 @@
-"""`Reference`: initialise the unsplit model by its own code, one unit at a time, so that memory is bounded.
+"""`Reference`: initialise the unsplit model with its own code, one unit at a time, so that memory is bounded.
 
 A unit is a decoder layer, or a single module outside of the layers (embedding, norm, head). Each layer is constructed when
 its values are needed, with the arguments that the model's constructor passed to it; then the model's `_init_weights` runs
-on it. Outside of the layers a parameter that its constructor initialised keeps its value, and an uninitialised one stays
-on meta until then. Uninitialised memory is filled with NaN, so that a parameter that no code initialises is detected.
+on it. Outside of the layers, a parameter that a constructor has initialised keeps its value, and an uninitialised one stays
+on meta until its unit's turn. Uninitialised memory is filled with NaN, so that parameters that no code initialises are
+found.
 """
 
 import copy
@@ -29,14 +30,14 @@ from titanplans.torch_private.swapped import swapped
 
 
 class InitUnit(NamedTuple):
-    """A module whose tensors are initialised and in memory together."""
+    """A module whose tensors are initialised together, and are in memory together."""
 
     path: str
     module: nn.Module
     owner: PreTrainedModel
     """The innermost PreTrainedModel around it, whose `_init_weights` transformers calls."""
     constructor: Callable[[], nn.Module] | None
-    """For a layer: its constructor with its arguments. None: the unit is only the direct parameters of the module."""
+    """The constructor of a layer, with its arguments. None: the unit is only the direct parameters of the module."""
 
 
 class Reference:
@@ -44,8 +45,8 @@ class Reference:
 
     Args:
         model: the model to initialise; only its config and its classes are used.
-        device: where values are drawn.
-        seed: of the values, which otherwise depend only on the config and the type of device.
+        device: the device on which values are drawn.
+        seed: the seed of the values, which otherwise depend only on the config and the type of device.
         buffers_of: if given, only the buffers of these modules of `model` get values, and no parameter is allocated.
     """
 
@@ -69,10 +70,10 @@ class Reference:
             device = torch.device("meta")
         self._calls: dict[nn.Module, Callable[[], nn.Module]] = {}
         with self._seeded("constructor"), _constructing(device), ExitStack() as stack:
-            # Not for user models, whose modules may register a parameter before they initialise it.
+            # Modules of user models may register a parameter before they initialise it, so their parameters stay.
             if not is_user_model(model.config):
                 stack.enter_context(_to_meta(lambda parameter: bool(parameter.isnan().any())))
-            # Otherwise it would mark modules as initialised (`_is_hf_initialized`); only marks of constructors count.
+            # init_weights would mark modules as initialised (`_is_hf_initialized`), but only marks of constructors count.
             stack.enter_context(swapped(PreTrainedModel, "init_weights", lambda self: None))
             for kind in kinds:
                 stack.enter_context(_recorded(kind, self._calls))
@@ -100,7 +101,7 @@ class Reference:
         return walk("", self.model, self.model)
 
     def values(self, unit: InitUnit) -> dict[str, torch.Tensor]:
-        """Return full parameters and buffers of a unit, by full name, on the device; without tied parameters.
+        """Return a unit's full parameters (except tied ones) and buffers on the device, by full name.
 
         Raises:
             ModelError: neither a constructor nor `_init_weights` initialises a tensor, or `_init_weights` changes a
@@ -134,7 +135,7 @@ class Reference:
                 unit.module._parameters[name] = _like(parameter, full)
 
     def _run_init_weights(self, unit: InitUnit, members: dict[str, nn.Module]) -> None:
-        """Do the work of `PreTrainedModel.initialize_weights` for the modules of one unit."""
+        """Do what `PreTrainedModel.initialize_weights` does, for the modules of one unit."""
         unit_ids = {id(p) for module in members.values() for p in module._parameters.values()}
         others = {name: p for name, p in self.model.named_parameters() if id(p) not in unit_ids}
         versions = {name: version(p) for name, p in others.items()}
@@ -165,7 +166,7 @@ class Reference:
 
     @contextmanager
     def _seeded(self, name: str) -> Iterator[None]:
-        """Seed the random generators by the seed and `name` in the body, and restore their states afterwards."""
+        """Seed the random generators in the body, with the seed and `name`; restore their states afterwards."""
         digest = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
         devices = [] if self.device.type == "cpu" else [self.device]
         with torch.random.fork_rng(devices, device_type=self.device.type):
@@ -238,7 +239,7 @@ def _to_meta(moves: Callable[[nn.Parameter], bool]) -> Iterator[None]:
 def tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return the direct parameters and buffers of a module, by name.
 
-    They are from its tables, since attribute access on a split module returns local tensors.
+    They are read from the module's dicts, since attributes of a split module are local tensors.
     """
     return {n: t for n, t in [*module._parameters.items(), *module._buffers.items()] if t is not None}
 

@@ -22,13 +22,13 @@ def build_real(
     gradient of its vision tower.
 
     Args:
-        config: returned by `load_config`; its attention implementation is used.
-        dtype: of the parameters. Rotary frequencies of transformers stay float32.
-        seed: of the parameters; in another dtype they have the same values, rounded.
-        noise: the standard deviation; 0: none.
+        config: a config, e.g. from `load_config`; its attention implementation is used.
+        dtype: the dtype of the parameters. Rotary frequencies of transformers stay float32.
+        seed: the seed of the parameters; in another dtype they have the same values, rounded.
+        noise: the standard deviation of the noise; 0: none.
 
     Raises:
-        ModelError: as `titanplans.modeling.build` and `titanplans.modeling.initialize`.
+        ModelError: `titanplans.modeling.build` or `titanplans.modeling.initialize` raises it.
     """
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -73,15 +73,15 @@ def sample_inputs(
         special |= {getattr(config, f"{name}_token_id", None) for name in ("image", "boi", "eoi")}
     tokens = torch.tensor([token for token in range(text.vocab_size) if token not in special])
     if not len(tokens):
-        raise ModelError(f"vocab_size = {text.vocab_size} has special tokens only; take a larger one")
+        raise ModelError(f"vocab_size = {text.vocab_size} has only special tokens; take a larger one")
     picks = torch.randint(len(tokens), (batch_size, seq_len), generator=generator)
     inputs = {"input_ids": tokens[picks]}
     if config.model_type == "gemma3":
         inputs |= _with_images(config, inputs["input_ids"], generator)
     elif text is not config:
         raise ModelError(
-            f"model_type {config.model_type!r} takes more than tokens, and such inputs are known for gemma3 only; "
-            "call the model with your own inputs"
+            f"model_type {config.model_type!r} takes more inputs than tokens, which are known only for gemma3; call the "
+            "model with your own inputs"
         )
     return {name: tensor.to(device) for name, tensor in inputs.items()}
 

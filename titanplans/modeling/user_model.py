@@ -1,4 +1,4 @@
-"""User models: an nn.Module that is not in transformers, by the name of its class.
+"""User models: any nn.Module that is not in transformers, given by the name of its class.
 
     [model]
     class = "my_package.model:MyModel"
@@ -32,7 +32,7 @@ class UserModelConfig(PretrainedConfig):
 
 
 class UserModel(nn.Module):
-    """Add the attributes of a transformers model that titanplans reads to a user model."""
+    """Base class that adds the attributes of a transformers model that titanplans reads to a user model."""
 
     @property
     def all_tied_weights_keys(self) -> dict[str, str]:
@@ -46,7 +46,7 @@ class UserModel(nn.Module):
         return sorted({type(block.module).__name__ for block in find_decoder(self, required=False).blocks})
 
     def is_custom_code(self) -> bool:
-        """Return False: the code was not loaded by transformers."""
+        """Return False, since transformers has not loaded the code."""
         return False
 
     def _initialize_weights(self, module: nn.Module, custom: bool) -> None:
@@ -59,12 +59,12 @@ def user_model_config(
     """Construct a user model on meta and return its config.
 
     Args:
-        source: its class, "module:Class".
-        arguments: the keyword arguments of its constructor.
-        sizes: the file and flavor that they are from, for errors; None: a job.
+        source: the model's class, "module:Class".
+        arguments: the keyword arguments of the class's constructor.
+        sizes: the file and flavor that the arguments are from, for errors; None: they are from a job.
 
     Raises:
-        ModelError: the class does not exist, its constructor fails, its config is no PretrainedConfig, it has neither a
+        ModelError: the class does not exist, its constructor fails, its config is not a PretrainedConfig, it has neither a
             config nor an embedding, or its forward takes no `input_ids`.
     """
     with torch.device("meta"):

@@ -194,7 +194,7 @@ def apply_lazily(
 
 def _mismatch_error(first: LazyTensor, other: LazyTensor) -> ModelError:
     return ModelError(
-        f"{other.name} has the shape {tuple(other.shape)} and {first.name} has {tuple(first.shape)}, but they belong to one "
+        f"{other.name} has the shape {tuple(other.shape)} and {first.name} {tuple(first.shape)}, but they belong to one "
         "tensor of the model: the folder is incomplete or damaged"
     )
 

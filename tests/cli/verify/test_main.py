@@ -369,7 +369,7 @@ REFUSED = {
     ),
     "a model that raises": (("verify", f"{OURS}:Unregistered", "--model", f"{OURS}:failing"), "KeyError: 'weights'"),
     "no plan": (("verify", f"{OURS}:small"), "neither a TPPlan class nor a dict"),
-    "registered for no model": (("verify", f"{OURS}:Unregistered"), "for no named model: name the model by --model"),
+    "registered for no model": (("verify", f"{OURS}:Unregistered"), "for no named model: name the model with --model"),
     "registered for two": (
         ("verify", "titanplans.plans.hf.llama:LlamaPlan"), "and llama and mistral and smollm3: name the model",
     ),
@@ -381,12 +381,12 @@ REFUSED = {
     ),
     "a device for processes": (
         ("verify", "gla", "--device", "cuda", "--process-group"),
-        "--device cuda: goes with threads; each rank of a process group",
+        "--device cuda: only for ranks that are threads; each rank of a process group",
     ),
     "no model": (("verify", f"{OURS}:Unregistered", "--model", f"{OURS}:three"), "an object of type int, not an nn.Module"),
     "model on meta": (("verify", f"{OURS}:Unregistered", "--model", f"{OURS}:on_meta"), "is on meta): initialize it"),
     "layers of a function": (
-        ("verify", f"{OURS}:Unregistered", "--model", f"{OURS}:small", "--layers", "1"), "makes a model of a fixed size",
+        ("verify", f"{OURS}:Unregistered", "--model", f"{OURS}:small", "--layers", "1"), "returns a model of a fixed size",
     ),
     "memory": (
         ("verify", "llama", "--flavor", "3.1-70B", "--layers", "80", "--vocab-size", "128256"),

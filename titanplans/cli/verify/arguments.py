@@ -1,4 +1,4 @@
-"""The command lines of `verify`, `list` and `async-tp`. Needs no torch. subject.py resolves a SUBJECT."""
+"""Parse the command lines of `verify`, `list` and `async-tp`. Needs no torch. subject.py resolves a SUBJECT."""
 
 import argparse
 import itertools
@@ -36,8 +36,8 @@ _ASYNC_TP_EXAMPLES = """\
   titanplans async-tp qwen3 --tp 2
   titanplans async-tp configs/gla_1.3B.toml --tp 8
 
-exit status: 0 everything that torch's pass can fuse is fused, 1 not
-everything, 2 can't be run as written (one line says why)"""
+exit status: 0 everything that torch's pass can fuse is fused, 1 something
+is not, 2 can't be run as written (one line says why)"""
 
 
 class _VerifyParser(argparse.ArgumentParser):
@@ -97,10 +97,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: list[str]) -> Namespace:
-    """Return the options of a command line; an option that was not set has its default. `words` is the full line.
+    """Return the options of a command line, with defaults for options that are not set; `words` is the full line.
 
     Raises:
-        VerifyError: an unknown option, or an invalid value.
+        VerifyError: an option is unknown, or its value is invalid.
     """
     request = parser().parse_args(argv)
     request.words = shlex.join(argv)
@@ -119,8 +119,8 @@ def parse(argv: list[str]) -> Namespace:
         )
     if request.ranks == "process_group" and request.device is not None:
         raise VerifyError(
-            f"--device {request.device}: goes with threads; each rank of a process group uses its GPU, or the CPU if there "
-            "is none: remove it or --process-group"
+            f"--device {request.device}: only for ranks that are threads; each rank of a process group uses its GPU, or the "
+            "CPU if there is none: remove it or --process-group"
         )
     if getattr(request, "kernels", None) == "real":
         if request.dtype == "float64":
@@ -145,8 +145,8 @@ def combine_degrees(
 ) -> tuple[Degrees, ...] | None:
     """Return every combination of the degrees; None if none is set.
 
-    If only `ep` is set, each degree gives two cases: experts over that many tensor-parallel ranks, and over that many
-    context-parallel ranks.
+    If only `ep` is set, each degree n gives two cases: experts over n tensor-parallel ranks, and over n context-parallel
+    ranks.
     """
     if tp is None and cp is None and pp is None:
         only_ep = tuple(Degrees(ep=degree, **{axis: degree}) for degree in ep or () for axis in ("tp", "cp"))
@@ -166,7 +166,7 @@ def _lora(assignments: Iterable[str]) -> dict[str, Any]:
 
 
 def _check_name(words: str | None, flavor: str | None, option: str) -> None:
-    """Refuse an unknown model name or flavor. For `module:callable` only the package is checked; a path is not."""
+    """Refuse an unknown model name or flavor. For `module:callable` only the package is checked; a path is not checked."""
     if words is not None and ":" in words:
         check_package(words, f"{option} {words}", VerifyError)
     if words is None or ":" in words or "/" in words or words.endswith((".toml", ".json")) or isdir(words):
@@ -203,7 +203,7 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     add(
         "--quick",
         action="store_true",
-        help="each condition once at the smallest degree, and count no collectives",
+        help="prove each condition once, at the smallest degree, and count no collectives",
     )
     words = "one rank per process that torchrun started; default: ranks are threads of this process"
     grouped: Any = {"action": "store_const", "const": "process_group", "default": "threads"}
@@ -246,7 +246,11 @@ def _add_subject(
     words = "add LoRA adapters: a key of [lora] and its value, such as rank=8; repeat for more keys"
     add("--lora", action="append", metavar="KEY=VALUE", help=words)
     add("--layers", **size, help="the first N blocks; default: the fewest that contain every kind of block")
-    add("--vocab-size", **size, help="size of the vocabulary; default: a smaller one that is split alike")
+    add(
+        "--vocab-size",
+        **size,
+        help="size of the vocabulary; default: a smaller one that is split in the same way",
+    )
     add("--seq-len", **size, help=f"tokens per sequence; default: {tokens}")
     add("--batch-size", **size, default=2, help="sequences per batch; default: 2")
     add("--json", action="store_true", help="print one JSON object on stdout, and nothing else")

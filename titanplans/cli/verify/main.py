@@ -111,7 +111,7 @@ def _verify(request: Namespace, rank: int, can_fork: bool) -> int:
 
 
 def _check_launch(request: Namespace) -> None:
-    """Raise a VerifyError if only one of torchrun and --process-group is used, or if the group's size is not tp x cp."""
+    """Refuse torchrun without --process-group and the reverse, and a process group whose size is not tp x cp."""
     uses_group, size = request.ranks == "process_group", int(os.environ.get("WORLD_SIZE", "1"))
     requested = request.degrees or ()
     if uses_group != ({"RANK", "WORLD_SIZE"} <= os.environ.keys()):
@@ -130,12 +130,13 @@ def _check_launch(request: Namespace) -> None:
 
 @contextmanager
 def _started_ranks(request: Namespace) -> Iterator["torch.device"]:
-    """Yield the device of this process's ranks. In the body the process group exists, if one is requested."""
+    """Yield the device of this process's ranks. In the body there is a process group, if one is requested."""
     import torch
 
     from titanplans.parallel.mesh.process_group import process_group
 
-    # Matrix products in full float32, since TF32 keeps 10 of 23 mantissa bits. titanplans/cli/main.py does it for Triton.
+    # Matrix products run in full float32, since TF32 keeps 10 of 23 mantissa bits. titanplans/cli/main.py does this for
+    # Triton.
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     if request.ranks != "process_group":
@@ -150,7 +151,7 @@ def _started_ranks(request: Namespace) -> Iterator["torch.device"]:
 def _use_interpreter(device_type: str) -> None:
     """Run Triton kernels with Triton's interpreter on the CPU, and print a warning about the time."""
     if device_type != "cpu":
-        raise VerifyError(f"--kernels real: on {device_type} Triton kernels run anyway: leave it out")
+        raise VerifyError(f"--kernels real: on {device_type} the Triton kernels run anyway: leave it out")
     from titanplans.kernels import interpreted
 
     print(

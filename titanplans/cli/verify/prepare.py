@@ -25,7 +25,7 @@ from titanplans.split.decoder import find_decoder
 from titanplans.user_code import as_user_error
 
 _TOKENS = 16
-"""Tokens per sequence, unless an image needs more: two per rank at degree 8."""
+"""Tokens per sequence, unless an image needs more. At degree 8 these are two per rank."""
 
 _COPIES = 12
 """Peak memory of training the unsplit model, in copies of its weights: the weights before and after, gradients of three
@@ -33,8 +33,8 @@ steps, AdamW's moments, and the weights, gradients and moments of the run that m
 
 
 _KEPT = 6
-"""Copies that a proof holds when each rank starts with one more: the model, its weights after training, gradients of three
-steps, and the ranks' shards."""
+"""Copies that a proof holds besides one copy per rank: the model, its weights after training, gradients of three steps, and
+the ranks' shards."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Prepared:
     """The model and the inputs of a proof."""
 
     model: nn.Module
-    """On meta, unless `make` is None."""
+    """The model; on meta, unless `make` is None."""
     make: Callable[[], nn.Module] | None
     """Builds the model with weights. None: `model` has weights."""
     config: PretrainedConfig | None
@@ -53,7 +53,7 @@ class Prepared:
     """Printed lines about choices and limits of the proof."""
 
     def inputs(self, batch_size: int, seq_len: int, seed: int) -> dict[str, Any]:
-        """Return keyword arguments of the forward: token ids, and images if the model takes them and `seq_len` allows it."""
+        """Return keyword arguments of the forward: token ids, and images if the model takes them and they fit."""
         if _has_images(self.config) and seq_len >= _image_tokens(self.config) + 2:
             assert self.config is not None
             return modeling.sample_inputs(self.config, batch_size=batch_size, seq_len=seq_len, seed=seed)
@@ -67,9 +67,9 @@ def prepare(
 
     Args:
         subject: the model and its modules.
-        request: sizes from the command line.
-        device: of the proof.
-        dtype: None: float64, or float32 for Triton kernels.
+        request: the options of the command line, which may set sizes.
+        device: the device of the proof.
+        dtype: the dtype of the weights; None: float64, or float32 for Triton kernels.
 
     Raises:
         UserError: the model can't be built as requested.
@@ -90,7 +90,7 @@ def prepare(
 
 
 def _build(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, subject: Subject) -> nn.Module:
-    # Without noise, since the proof sets random parameters.
+    # No noise is added, since the proof sets random parameters.
     model: nn.Module = modeling.build_real(config, dtype=dtype, noise=0.0)
     model.to(device)
     _prepare_modules(model, subject, device)
@@ -120,7 +120,7 @@ def _build_user_model(subject: Subject, request: Namespace, device: torch.device
     for option, value in (("layers", request.layers), ("vocab-size", request.vocab_size)):
         if value is not None:
             raise VerifyError(
-                f"--{option} {value}: {subject.words} makes a model of a fixed size: change its size there"
+                f"--{option} {value}: {subject.words} returns a model of a fixed size: change its size there"
             )
     if not callable(subject.make):
         raise VerifyError(
@@ -159,7 +159,7 @@ def _image_tokens(config: PretrainedConfig | None) -> int:
 
 
 def _seq_len(config: PretrainedConfig | None) -> int:
-    """Return the number of tokens per sequence: an image must fit, with text before and after it."""
+    """Return the number of tokens per sequence. An image must fit into it, with text before and after it."""
     return max(_TOKENS, -(-(_image_tokens(config) + 2) // _TOKENS) * _TOKENS)
 
 
@@ -172,13 +172,13 @@ def check_memory(
 
     Args:
         model: the unsplit model; may be on meta.
-        tokens: per batch.
-        dtype: of the weights.
-        device: of the proof.
+        tokens: tokens per batch.
+        dtype: the dtype of the weights.
+        device: the device of the proof.
         copies: copies of the unsplit model, one per rank that is a thread.
 
     Raises:
-        VerifyError: they do not fit.
+        VerifyError: logits or copies do not fit.
     """
     parameters = sum(p.numel() for p in model.parameters())
     needed = max(_COPIES, _KEPT + copies) * parameters * dtype.itemsize

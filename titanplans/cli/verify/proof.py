@@ -45,10 +45,10 @@ class Outcome:
     notes: tuple[str, ...]
     report: Report
     counts: tuple[tuple[TPOptions, Communication], ...]
-    """The communication of the blocks for each choice of options. It does not depend on the degree."""
+    """The communication of the blocks for each choice of options; it does not depend on the degree."""
     seconds: float
     total_cases: int = 0
-    """The total number of cases as long as some are not proved yet; 0 at the end."""
+    """The total number of cases, as long as some have not been proved; 0 at the end."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the outcome as a dict for JSON."""
@@ -80,7 +80,7 @@ def prove(
     Args:
         subject: the model and its plan.
         request: the options of the command line.
-        device: of the proof.
+        device: the device of the proof.
         progress: called with a few words before each step.
         watch: called with the current outcome after each case.
         fork: prove the cases of a small model in as many processes as there are cores.
@@ -95,7 +95,7 @@ def prove(
     model = prepared.model
     size = dist.get_world_size() if dist.is_initialized() else None
     degrees_tried = degrees_to_prove(model, subject.degrees, size)
-    # `verify` checks again. Here the model is still on meta, so a refusal takes no memory.
+    # `verify` checks this again. Here the model is still on meta, so that a refusal takes no memory.
     accepted, _ = accepted_cases(
         model,
         subject.plan,
@@ -178,8 +178,8 @@ def _counts(
 
     Args:
         model: the unsplit model, which has never run.
-        plan: of the proof.
-        report: of the proof.
+        plan: the plan that was proved.
+        report: the report of the proof.
         inputs: keyword arguments of the model's forward.
     """
     if not find_decoder(model, required=False).blocks:

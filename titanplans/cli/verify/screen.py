@@ -1,4 +1,4 @@
-"""What `verify` prints: a header, the report's table, the communication, the verdict; progress; and the output so far."""
+"""What `verify` prints and writes: progress, and for each subject a header, tables of cases and collectives, a verdict."""
 
 import json
 import shutil
@@ -21,9 +21,9 @@ _CLEAR = "\r\x1b[K"
 
 @contextmanager
 def progress(subject: str, *, shown: bool) -> Iterator[Callable[..., None]]:
-    """Give a function that shows words on a line of stderr that overwrites itself; nothing if stderr is no terminal.
+    """Yield a function that shows words on one line of stderr, which it overwrites; it does nothing without a terminal.
 
-    With `above` the words stay as a line; empty words clear the line.
+    With `above` the words stay as a line of their own; empty words clear the line.
     """
     stream = sys.stderr
     shown = shown and stream.isatty()
@@ -43,7 +43,7 @@ def progress(subject: str, *, shown: bool) -> Iterator[Callable[..., None]]:
 
 
 def text(outcome: Outcome) -> str:
-    """Return `outcome` as text."""
+    """Return the printed text of `outcome`."""
     return "\n".join(
         [*_header(outcome), "", outcome.report.table(), "", *_communication(outcome), verdict(outcome)]
     )
@@ -84,7 +84,13 @@ def row(outcome: Outcome) -> str:
 
 
 def summary(found: Sequence[Mapping[str, Any]], seconds: float, missing: int) -> str:
-    """Return the verdict on several subjects, each from `Outcome.to_dict`, on one line; `missing` are left to prove."""
+    """Return the verdict on several subjects on one line.
+
+    Args:
+        found: the results of `Outcome.to_dict`.
+        seconds: the time since the command started.
+        missing: the number of subjects that have not been proved.
+    """
     wrong = [one["subject"] for one in found if one["verdict"] != "proved"]
     cases = sum(len(one["report"]["cases"]) for one in found)
     if missing:
@@ -111,7 +117,7 @@ def _header(outcome: Outcome) -> list[str]:
 
 
 def _communication(outcome: Outcome) -> list[str]:
-    """A table of collectives for each cut, with the stream sharded and whole; of further cases only needless ones."""
+    """Return a table of collectives with and without sequence and context parallelism; of other cases, what is needless."""
     lines: list[str] = []
     shown: set[tuple[bool, bool]] = set()
     for options, communication in outcome.counts:
@@ -119,7 +125,7 @@ def _communication(outcome: Outcome) -> list[str]:
         name = case_name(options)
         title = f"collectives, {name}"
         kind = options.sequence_parallel, options.degrees.cp > 1
-        if kind in shown:  # the loss changes nothing but the head
+        if kind in shown:  # loss parallelism changes only the head
             table = [line for line in table if line.startswith("more")]
             title += "" if table else ": no more than is needed"
         shown.add(kind)
@@ -128,7 +134,7 @@ def _communication(outcome: Outcome) -> list[str]:
 
 
 def _place(case: CaseResult) -> str:
-    """The place where a failing case goes wrong first, or else its wrong quantity."""
+    """Return the module at which a failing case goes wrong first or, if it is not known, the wrong quantity."""
     finding = case.finding
     return case.worst if finding is None else f"{finding.direction}, {finding.first.name}"
 
@@ -138,7 +144,7 @@ def _number(value: Any) -> str:
 
 
 class SubjectResult(NamedTuple):
-    """The result of a subject after one more case, or at its end. Plain data, since it is sent from another process."""
+    """The result of a subject after a case, or at its end. It is plain data, since another process sends it."""
 
     index: int
     """The subject's index."""
@@ -156,7 +162,7 @@ def subject_result(index: int, outcome: Outcome) -> SubjectResult:
 
 
 class Results:
-    """The latest result of each subject of a command, which rank 0 writes and prints; `show` is from `progress`."""
+    """The latest result of each subject of a command, which rank 0 writes and prints. `show` is a function of `progress`."""
 
     def __init__(self, request: Namespace, names: list[str], rank: int, show: Callable[..., None]):
         self.request, self.names, self.rank, self.show = request, names, rank, show
@@ -176,7 +182,7 @@ class Results:
         self.write()
 
     def end(self, *, stopped: bool = False) -> None:
-        """Print the summary, or JSON; if the command was stopped, the unfinished subjects."""
+        """Print the summary or the JSON; if the command was stopped, print the unfinished subjects."""
         if self.rank != 0:
             return
         if self.request.json:
@@ -192,13 +198,13 @@ class Results:
             self._print("\n".join(unfinished) or "stopped before the first case")
 
     def write(self, last: str = "") -> None:
-        """Write all results, and `last` after them, to the file of --output, if any; VerifyError if it can't be written."""
+        """Write all results and then `last` to the file of --output, if there is one. Raises VerifyError if it can't."""
         if self.request.output is not None and self.rank == 0:
             try:
                 Path(self.request.output).write_text(self._output() + last)
             except OSError as error:
                 raise VerifyError(
-                    f"--output {self.request.output}: {error.strerror}: name a file in a folder that is there"
+                    f"--output {self.request.output}: {error.strerror}: name a file in an existing folder"
                 ) from error
 
     def _print(self, words: str) -> None:

@@ -1,7 +1,7 @@
 """Reduce a config to fewer blocks and a smaller vocabulary, such that a plan splits the model in the same way.
 
-The first blocks that contain every kind are kept. Blocks of one kind have equal classes, shapes, settings and plan. Start at
-`reduce_config`.
+The first blocks are kept, as many as are needed for every kind of block to occur. Blocks of one kind have equal classes,
+shapes, settings and plan. Start at `reduce_config`.
 """
 
 import itertools
@@ -26,9 +26,9 @@ def reduce_config(
 
     Args:
         source: the full-size model, with a config.
-        layers: number of first blocks to keep. None: the fewest that contain every kind of block, but at least two, since
-            the stream begins at the first. Towers of other modalities get the same number, unless they have fewer.
-        vocab_size: None: the smallest vocabulary that is split in the same way.
+        layers: number of blocks to keep, from the first on. None: as few as contain every kind of block, but at least two,
+            since the stream begins at the first. Towers of other modalities keep the same number, unless they have fewer.
+        vocab_size: size of the vocabulary. None: the smallest one that is split in the same way.
 
     Raises:
         ModelError: the model can't be built.
@@ -79,7 +79,7 @@ def reduce_config(
 def _inner_configs(
     config: PretrainedConfig, values: dict[str, Any]
 ) -> Iterator[tuple[PretrainedConfig, dict[str, Any]]]:
-    """Yield a config and its inner ones, such as that of a vision tower, each with its dict in `values`."""
+    """Yield a config and its inner configs, e.g. of a vision tower, each with its dict in `values`."""
     yield config, values
     for name in config.sub_configs:
         if isinstance(inner := values.get(name), dict):
@@ -96,7 +96,7 @@ def _with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
 
 
 def _truncate(values: dict[str, Any], key: str, layers: int) -> None:
-    """Reduce the number of blocks, lists with an entry for each block, and `attn = {"layers": [...]}` of hybrids."""
+    """Reduce the number of blocks, lists with an entry per block, and `attn = {"layers": [...]}` of hybrid models."""
     before = values[key]
     values[key] = after = min(layers, before)
     for name, value in values.items():
@@ -107,7 +107,10 @@ def _truncate(values: dict[str, Any], key: str, layers: int) -> None:
 
 
 def _smaller_vocabulary(config: PretrainedConfig) -> int:
-    """Return a size with the same remainder modulo 384 = 16 x 24. Degrees that divide 24 split it alike, also for float8."""
+    """Return a smaller size with the same remainder modulo 384 = 16 x 24.
+
+    Degrees that divide 24 split it like the original size, also for float8.
+    """
     tokens = config.get_text_config().vocab_size
     sizes = range(384 + tokens % 384, tokens, 384) if tokens >= 768 else ()
     return next((size for size in sizes if _keeps_special_tokens(config, size)), tokens)
@@ -135,7 +138,7 @@ def _keeps_special_tokens(config: PretrainedConfig, tokens: int) -> bool:
 
 
 def _with_vocabulary(config: PretrainedConfig, tokens: int) -> PretrainedConfig:
-    """Return the config with a vocabulary of `tokens`, and special tokens, such as that of an image, with ids in it."""
+    """Return the config with a vocabulary of `tokens`, in which special tokens, e.g. the image token, have new ids."""
     values, before = config.to_dict(), config.get_text_config().vocab_size
     for _, inner in _inner_configs(config, values):
         if inner.get("vocab_size") == before:
@@ -154,7 +157,7 @@ def kinds(model: nn.Module) -> list[Any]:
 
 
 def kind(block: nn.Module) -> Any:
-    """Return the classes, shapes and settings of a block, without its index. They are equal for blocks of one kind."""
+    """Return the classes, shapes and settings of a block, but not its index. They are equal for blocks of one kind."""
     return tuple(
         (
             name,
@@ -173,7 +176,7 @@ def kind(block: nn.Module) -> Any:
 def plans(model: nn.Module, subject: Subject) -> list[Any]:
     """Return the classes and attributes of each block's styles, in every case that the plan of `subject` accepts.
 
-    Styles that depend on the index of their block only when the model runs are not distinguished.
+    Styles whose behaviour depends on the index of the block only when the model runs are not distinguished.
     """
     blocks = find_decoder(model, required=False).blocks
     by_block: list[list[Any]] = [[] for _ in blocks]
@@ -202,7 +205,7 @@ def plans(model: nn.Module, subject: Subject) -> list[Any]:
 
 
 def blocks_with_every_kind(*properties: Sequence[Any]) -> int:
-    """Return the smallest number of first blocks that have every combination of `properties`, but at least two."""
+    """Return how many blocks, from the first on, contain every combination of `properties`, but at least two."""
     blocks = list(zip(*properties, strict=True))
     count = next(
         n

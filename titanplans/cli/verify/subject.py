@@ -23,16 +23,16 @@ from titanplans.user_code import import_module, load_attribute
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, its plan, and the cases to prove. None: the default degrees, or both values of an option."""
+    """A model, its plan, and the cases to prove. None stands for the default degrees, or for both values of an option."""
 
     words: str
     """The model's name in the printed header."""
     config: PretrainedConfig | None = None
-    """None: `make` builds the model."""
+    """The model's config; None: `make` builds the model."""
     make: Callable[[], nn.Module] | None = None
     """The user's function that returns the model."""
     plan: PlanSource = None
-    """None: the registered plan."""
+    """The plan; None: the registered one."""
     degrees: tuple[Degrees, ...] | None = None
     loss_parallel: bool | None = None
     sequence_parallel: bool | None = None
@@ -116,7 +116,7 @@ def _job(path: str, request: Namespace) -> Subject:
     degree, context = job.parallelism.tensor_parallel_degree, job.parallelism.context_parallel_degree
     experts = job.parallelism.expert_parallel_degree
     if experts > degree * context:
-        # In the job, data-parallel ranks make up the expert group. A proof has context-parallel ranks in their place.
+        # In the job, experts are also distributed over data-parallel ranks. A proof has context-parallel ranks instead.
         context = experts // degree
     stages = job.parallelism.pipeline_parallel_degree
     if degree * context * stages == 1 and request.degrees is None:
@@ -130,7 +130,7 @@ def _job(path: str, request: Namespace) -> Subject:
         f"{path}: {model}",
         hf_config(job),
         plan=job.model.plan,
-        # Degrees that the command line does not set are those of the job.
+        # Degrees that are not set on the command line are those of the job.
         degrees=combine_degrees(
             request.tp or (degree,),
             request.cp or (context,),
@@ -140,7 +140,7 @@ def _job(path: str, request: Namespace) -> Subject:
         loss_parallel=not job.parallelism.disable_loss_parallel,
         sequence_parallel=job.parallelism.enable_sequence_parallel,
         seq_len=job.training.seq_len,
-        # Emulated, and without the options of FSDP2, which does not change the products.
+        # float8 is emulated. The options of FSDP2 are left out, since they do not change the products.
         float8=float8.replace(
             emulate=float8.recipe_name is not None,
             enable_fsdp_float8_all_gather=False,
@@ -167,6 +167,6 @@ def _user_plan(words: str, request: Namespace) -> Subject:
         return replace(_model(names[0], request.flavor, request.command), plan=plan)
     why = f"is registered for {' and '.join(names)}" if names else "is registered for no named model"
     raise VerifyError(
-        f"{request.command} {words}: {why}: name the model by --model: {', '.join(names or modeling.available())}, "
+        f"{request.command} {words}: {why}: name the model with --model: {', '.join(names or modeling.available())}, "
         "path/to/config.json, or module:callable that returns an nn.Module"
     )
