@@ -2,10 +2,11 @@
 
     python -m benchmarks.checkpoints [--gigabytes 1] [--rounds 5] [--folder /tmp] [--steps 600]
 
-Saving, in turns in one process: torch's `dcp.save`, which syncs its files, too, and titanplans', which also computes
-checksums, writes the manifest and renames the folder. Then `titanplans check`, and loading with and without checksums. The
-files are in the page cache, where reading is fastest and the relative cost of checksums is highest. Then a tiny job on two
-CPU ranks that saves every second step, synchronously and asynchronously: its memory and its open files.
+Saving is measured in one process, with the variants interleaved: torch's `dcp.save`, which also syncs its files, and
+titanplans' save, which in addition computes checksums, writes the manifest and renames the folder. `titanplans check`, and
+loading with and without checksums, are measured next. The files are in the page cache, where reading is fastest and the
+relative cost of checksums is highest. At the end, a tiny job on two CPU ranks saves every second step, synchronously and
+asynchronously, and its memory and open files are measured.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """python -m benchmarks.cpu_kernels [--threads 1] [--repeats 9]
 
 Compare two CPU implementations of gated linear attention: the chunked one of `titanplans.kernels` and FLA's naive recurrence
-(a loop over tokens). Prints milliseconds per forward and backward in float32, measured in turns, their ratio, and the memory
-of tensors saved for the backward. Takes about a minute.
+(a loop over tokens). Prints milliseconds per forward and backward in float32, with the two interleaved, their ratio, and the
+memory of tensors saved for the backward. Takes about a minute.
 """
 
 import argparse

@@ -2,10 +2,10 @@
 
     python -m benchmarks.data [--tokens 10_000_000] [--rounds 3] [--seq-len 2048]
 
-The corpus is Python's standard library in two .jsonl files, tokenised by titanplans' byte-level BPE. Variants take turns,
-each in a new process of one thread without workers. "first batch" is the time until the first batch, with files that were
-converted before. Memory is resident memory after a tenth of the tokens and at the end. The demand is that of a job: GLA in
-its debug size in one process on this machine.
+The corpus is Python's standard library in two .jsonl files, tokenised with titanplans' byte-level BPE. The variants are
+interleaved, each in a new process of one thread without workers. "first batch" is the time until the first batch, with
+files that were converted before. Memory is resident memory after a tenth of the tokens and at the end. The demand is that
+of a job: GLA in its debug size in one process on this machine.
 """
 
 import argparse

@@ -2,29 +2,30 @@
 
     python -m benchmarks.experts [--rounds 10]
 
-Takes three minutes on two busy cores. Times are medians of runs in turns, with minima in brackets.
+Takes three minutes on two busy cores. Variants are interleaved; times are medians, with minima in parentheses.
 
-Steps, over gloo: a small Qwen3-MoE in float32 on 2 and 4 processes of one thread each. Cores are shared, so compare rows.
-The model is split over tensor-parallel (tp) or context-parallel (cp) ranks, and the experts by width (tp without ep), not
-at all (cp without ep), or by expert (ep). MB are received per rank (mean over ranks), without reductions of gradients, as
-the recorder counts them: an all-to-all counts as an even one with the larger of the sizes that a rank sends and receives.
-"In experts": all-to-alls of tokens; with tp alone those of the packed weight, which is stored sharded along another
-dimension. The bound is exact for the routing of this run: each pair of a token and an expert on another rank sends a token
-there and back, in forward and backward. "Once": a token is sent once to each rank.
+Steps: a small Qwen3-MoE is trained in float32, over gloo, on 2 and 4 processes of one thread each. The cores are shared with
+other jobs, so absolute times vary between runs: compare only the rows of one table. The model is split over tensor-parallel
+(tp) or context-parallel (cp) ranks, and the experts are split by width (tp without ep), not at all (cp without ep), or by
+expert (ep). MB are received per rank (mean over ranks), without gradient reductions. The recorder counts an uneven
+all-to-all as an even one of size max(sent, received). "In experts" has the all-to-alls of tokens; with tp alone it has those
+of the packed weight, which is stored sharded along a different dimension than the one it is used along. The bound is exact
+for the routing of this run: each token is sent once per chosen expert on another rank, there and back, in the forward and in
+the backward. "Once" is the bound if a token is sent only once to each rank, whatever the number of its experts there.
 
-Host time: one mixture of experts on one rank, by its forward and by the dispatch, whose all-to-alls (gloo) send everything
-to the same rank. Milliseconds are processor time of the calling thread.
+Host time: one mixture of experts on one rank, computed by the module's forward and by the dispatch, whose all-to-alls (gloo)
+send everything to this rank itself. Milliseconds are processor time of the calling thread.
 
 Memory: one of 8 ranks of torch's fake process group with Qwen3-30B-A3B. Nothing is allocated; GB are 1e9 bytes. Parameters,
 gradients and AdamW's state are those of `parallelize` and AdamW on meta, in float32. Activations are the peak of a step on
 fake tensors in bfloat16 (`benchmarks.context_memory`), with all blocks recomputed, chunked loss, and tokens evenly
 distributed over ranks, which no router does. There are 4080 tokens per FSDP rank, because at 4096 some activations have the
-shape of a weight and would not count. 4 blocks run, and the other 44 add their inputs, which agrees with a run of all 48.
-"A block": its parameters, gathered in bfloat16. Not included: prefetched blocks, gradients before their reduction and their
-buffers, the gathered embedding and head, CUDA, its libraries and fragmentation. "All bf16": states in bfloat16.
-"Published": the peak on 8 H100 in transformers' documentation (expert_parallelism.md) with ep_size = tp_size = 8, 4, 2 and
-fsdp_size for the rest, for fine-tuning in bfloat16 at 2048 tokens. Its dtypes and settings differ from those here, and it
-does not say how the peak was measured.
+shape of a weight and would not count. Only 4 blocks run; for the other 44, the bytes of their saved inputs are added. The
+result agrees with a run of all 48. "A block": its parameters, gathered in bfloat16. Not included: prefetched blocks,
+gradients before their reduction and their buffers, the gathered embedding and head, CUDA, its libraries and fragmentation.
+"All bf16": states in bfloat16. "Published": the peak on 8 H100 in transformers' documentation (expert_parallelism.md) with
+ep_size = tp_size = 8, 4, 2 and fsdp_size for the rest, for fine-tuning in bfloat16 at 2048 tokens. Its dtypes and settings
+differ from those here, and it does not say how the peak was measured.
 """
 
 import argparse
@@ -84,7 +85,9 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     load = f"load {os.getloadavg()[0]:.1f} before"
-    print(f"torch {torch.__version__}, a thread a process, {os.cpu_count()} cores shared with others, {load}")
+    print(
+        f"torch {torch.__version__}, one thread per process, {os.cpu_count()} cores, shared with other jobs, {load}"
+    )
     print(f"\nSteps: {BATCH} x {TOKENS} tokens, {SMALL}, {args.rounds} rounds\n\n| variant ", end="")
     print("| all-gather, MB | reduce-scatter | all-reduce | all-to-all | in experts | bound | once ", end="")
     print("| step, ms | to tp alone | loss |\n|---|" + "---:|" * 10)
@@ -109,7 +112,7 @@ def ratio(times: list[float], to: list[float]) -> str:
 
 
 def work(rank: int, ranks: int, rounds: int, folder: str) -> None:
-    """Run steps of all variants in turns as one rank. Rank 0 writes the results into `folder`."""
+    """Run interleaved steps of all variants as one rank. Rank 0 writes the results into `folder`."""
     dist.init_process_group("gloo", rank=rank, world_size=ranks, init_method=f"file://{folder}/store")
     torch.set_num_threads(1)
     models: dict[str, Any] = {}
@@ -165,7 +168,7 @@ def work(rank: int, ranks: int, rounds: int, folder: str) -> None:
 
 
 def count_sent_tokens(module: Any, expert_ids: torch.Tensor, rank: int) -> torch.Tensor:
-    """Return the number of tokens that this rank sends to other ranks: once per expert, and once per rank."""
+    """Return two counts of tokens sent to other ranks: a token counts once per chosen expert, or once per receiving rank."""
     experts = module._split.experts
     owners = expert_ids.tensor_split(experts.tp)[experts.tp_rank] // module.num_experts
     counts = nn.functional.one_hot(owners, experts.group[1]).sum(1)
@@ -176,7 +179,7 @@ def count_sent_tokens(module: Any, expert_ids: torch.Tensor, rank: int) -> torch
 def host_time(calls: int) -> None:
     print(f"\nHost time of one mixture on one rank: {calls} calls\n")
     print(
-        "| mixture | module's forward, ms | by dispatch | ratio | with backward: module's | by dispatch | ratio |"
+        "| mixture | forward, ms: module | dispatch | ratio | forward and backward, ms: module | dispatch | ratio |"
     )
     print("|---|" + "---:|" * 6)
     with tempfile.TemporaryDirectory() as folder:

@@ -4,10 +4,11 @@
 
 Qwen3 of hidden size 64, 2 x 16 tokens, float32, eager, one thread, on rank 0 of torch's fake process group, whose
 collectives return at once. So neither matrix products nor the network are measured, but the time that a fast GPU waits for.
-Variants take turns in one run, step by step. Milliseconds are medians of the thread's processor time. The ratio is to the
-variant without tensor parallelism: "unsplit", or "FSDP2" for variants with FSDP2. The forward ends with the full logits.
-Loss and optimizer, which are the same for all variants, are not measured. With --profile each variant runs again under
-cProfile, which slows Python but not torch's operators. A second table shows in which code the time of a step is spent.
+The variants are interleaved in one run, step by step. Milliseconds are medians of the thread's processor time. The ratio is
+to the variant without tensor parallelism: "unsplit", or "FSDP2" for variants with FSDP2. The forward ends with the full
+logits. Loss and optimizer, which are the same for all variants, are not measured. With --profile each variant runs again
+under cProfile, which slows Python but not torch's operators. A second table shows in which code the time of a step is
+spent.
 """
 
 import argparse

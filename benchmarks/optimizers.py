@@ -2,9 +2,9 @@
 
     python -m benchmarks.optimizers [--rounds 7] [--hidden 512] [--layers 4]
 
-A Llama in float32, one thread per rank. Variants take turns in one run. The table shows the median seconds of a step, the
-bytes of optimizer state on a rank, and the peak of additional memory in a step on rank 0. "redundant Muon" gathers every
-matrix on every rank, and every rank orthogonalises it.
+The model is a Llama in float32, with one thread per rank. The variants are interleaved in one run. The table shows the
+median seconds of a step, the bytes of optimizer state on a rank, and the peak of additional memory in a step on rank 0.
+"redundant Muon" gathers every matrix on every rank, and every rank orthogonalises it.
 """
 
 import argparse

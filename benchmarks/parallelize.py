@@ -4,8 +4,8 @@
 
 The first table is for models on meta and rank 0 of a fake process group, with tensor parallelism of degree 8 and FSDP over
 the other ranks. The second is the memory of one of four ranks in a real training step. Seconds are processor time. The work
-is on one thread that never waits, so on an idle machine wall time is the same; the measured ratio is printed. Memory is
-resident memory above that before. Needs Linux and glibc, no GPU; takes four minutes.
+is on one thread that never waits, so on an idle machine wall time is the same; the measured ratio is printed. Memory is the
+growth of resident memory. Needs Linux and glibc, but no GPU; takes four minutes.
 """
 
 import argparse
@@ -97,7 +97,7 @@ def report_cost(names: Iterable[str], worlds: Iterable[int], repeats: int) -> No
         for world in worlds:
             by_function: dict[Callable[..., None], list[Any]] = {by_hand: [], by_strategy: []}
             for _ in range(repeats):
-                for function, runs in by_function.items():  # in turns, so that other load slows both
+                for function, runs in by_function.items():  # interleaved, so that other load slows both
                     runs.append(in_new_processes(cost, [(function, MODELS[name], world)])[0])
             loop, ours = by_function.values()
             if difference := loop[0].split ^ ours[0].split:
@@ -112,7 +112,7 @@ def report_cost(names: Iterable[str], worlds: Iterable[int], repeats: int) -> No
                 flush=True,
             )
     print(
-        f"\nMedians of {repeats}, in turns. Wall time was {statistics.median(waits):.2f} times the processor time "
+        f"\nMedians of {repeats}, interleaved. Wall time was {statistics.median(waits):.2f} times the processor time "
         f"(median), {max(waits):.2f} times at most."
     )
 

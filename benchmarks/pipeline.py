@@ -2,11 +2,14 @@
 
     python -m benchmarks.pipeline [--steps 12] [--rounds 40] [--parts computed measured host]
 
-computed: idle time of p = 4 ranks with v stages of equal cost each and m micro batches, without communication. measured:
-medians of steps on two gloo ranks with one thread each, a GLA of 8 equal blocks and a small vocabulary, schedules in turns,
-compared to the idle time of the schedule if computations take time in proportion to their FLOPs, or the measured times.
-host: forward and backward of a middle stage, compared to calls of its blocks one after another, with tiny blocks and one
-thread, in turns; processor time, and the median of ratios.
+computed: idle time of p = 4 ranks with v stages of equal cost each and m micro batches, without communication.
+
+measured: medians over steps of a GLA with 8 equal blocks and a small vocabulary, on two single-threaded gloo ranks; the
+schedules are interleaved. The measured idle time is compared with the idle time of the schedule if each computation takes
+time in proportion to its FLOPs, and if it takes its measured median.
+
+host: processor time of a middle stage's forward and backward, compared with calling its (tiny) blocks directly, on one
+thread. Runs are interleaved, and the ratio is the median of the rounds' ratios.
 """
 
 import argparse
@@ -59,7 +62,7 @@ def main() -> None:
     parser.add_argument(
         "--steps", type=int, default=12, help=f"measured steps, after {WARM_UP} warm-up steps"
     )
-    parser.add_argument("--rounds", type=int, default=40, help="rounds of the part host")
+    parser.add_argument("--rounds", type=int, default=40, help='rounds of the part "host"')
     parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
     args = parser.parse_args()
     for name in args.parts:

@@ -5,10 +5,11 @@
 On a GPU the models are gla-340M, transformer-340M and qwen3-0.6B in bfloat16, otherwise the debug flavors on the CPU in
 float32 with emulated float8, which shows the cost of emulation and not the gain of float8.
 
-Each variant of a model has separate processes, and variants take turns, step by step, so that other load slows all of them:
-read the ratios to the first variant. A step is forward, loss, backward, clipping and AdamW with `ParallelManager`. "first"
-is the time of the first two steps minus twice the median of the later ones, with an empty Inductor cache unless --cached.
-Memory is the peak of the later steps: memory allocated by torch on a GPU, else the resident memory of one process (Linux).
+Each variant of a model has separate processes. The variants are interleaved, step by step, so that other load slows all of
+them: read the ratios to the first variant. A step is forward, loss, backward, clipping and AdamW with `ParallelManager`.
+"first" is the time of the first two steps minus twice the median of the later ones, with an empty Inductor cache unless
+--cached. Memory is the peak of the later steps: memory allocated by torch on a GPU, else the resident memory of one process
+(Linux).
 """
 
 import argparse

@@ -2,10 +2,10 @@
 
     python -m benchmarks.tp_step [--rounds 5]
 
-A transformer of 60 million parameters, 2 sequences of 512 tokens, float32. Three variants take turns in one run, so that
-other load slows all of them: the unsplit model in one process, `apply_plan` over two, and torch's styles
-(`parallelize_module`) over two. The table shows the median seconds of each phase, and the speed of the step relative to the
-first variant.
+The model is a transformer of 60 million parameters in float32, the batch 2 sequences of 512 tokens. Three variants are
+interleaved in one run, so that other load slows all of them: the unsplit model in one process, `apply_plan` over two, and
+torch's styles (`parallelize_module`) over two. The table shows the median seconds of each phase, and the speed of the step
+relative to the first variant.
 """
 
 import argparse

@@ -3,17 +3,20 @@
     python -m benchmarks.weights start [--gigabytes 1] [--rounds 3] [--folder /tmp]
     python -m benchmarks.weights bandwidth
 
-`start`: a Llama in bfloat16, in files of 200 MB. In turns, each in new processes of one thread: transformers'
-`from_pretrained` in one process; torch's `set_model_state_dict` on two ranks, where rank 0 reads all files and sends each
-parameter; and `titanplans.load_weights`, where each rank reads its shards. With the files in the page cache, and without.
+`start` loads a Llama in bfloat16, in files of 200 MB. The variants are interleaved, each in new single-threaded processes:
+transformers' `from_pretrained` in one process; torch's `set_model_state_dict` on two ranks, where rank 0 reads all files and
+broadcasts each full parameter; and `titanplans.load_weights`, where each rank reads its shards. Each is measured with the
+files in the page cache, and without.
 
-`bandwidth`: writing and reading the same bytes in turns: a plain copy and a plain read of the files, transformers, and
-`titanplans.save_weights` and `load_weights` at tp 2. Written files are synced to the disk, and read files are in the page
+`bandwidth` compares writing and reading the same bytes by a plain copy and a plain read of the files, by transformers, and
+by `titanplans.save_weights` and `load_weights` at tp 2. Written files are synced to the disk, and read files are in the page
 cache.
 
-Seconds are those of the slowest rank, from a model on meta (split, on two ranks) to the last value. Memory is the peak of
-each rank above that before: anonymous memory, and with pages of mapped files, which ranks share and the system can reclaim.
-"values" are the bytes requested from the files, "disk" those that the kernel read from the disk for all processes.
+Seconds are those of the slowest rank. The two variants on two ranks start from the split model on meta and end when its
+last value is loaded; `from_pretrained` also builds the model, and saving starts from a loaded model. Memory is the growth
+of each rank's peak, twice: anonymous memory alone, and including pages of mapped files, which ranks share and the system
+can reclaim. "values" are the bytes requested from the files, "disk" those that the kernel read from the disk for all
+processes.
 """
 
 import argparse
@@ -42,17 +45,17 @@ class Measured(NamedTuple):
 
     seconds: float
     anonymous: int
-    """Peak bytes of anonymous memory, above that before."""
+    """Peak bytes of anonymous memory, minus those before the load."""
     mapped: int
     """The same with pages of mapped files."""
     values: int
-    """Bytes that it requested from the files; -1: unknown."""
+    """Bytes of values read from, or written to, the files; -1: unknown."""
     disk: int
-    """Bytes that the kernel read from the disk for it."""
+    """Bytes that the kernel read from the disk for this rank."""
 
 
 def write_folder(folder: Path, gigabytes: float) -> None:
-    """Write a Llama in bfloat16 of about `gigabytes`."""
+    """Write a Llama in bfloat16 of about `gigabytes` GB."""
     from transformers import LlamaConfig
 
     from titanplans import modeling
@@ -78,7 +81,7 @@ def from_pretrained(folder: Path) -> Callable[[], int]:
 
     def load() -> int:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-        # The parameters are mapped files, so read a byte of each page.
+        # The parameters are views of memory-mapped files: touch a byte of each page, so that it is read.
         for parameter in model.parameters():
             parameter.detach().view(-1).view(torch.uint8)[:: os.sysconf("SC_PAGESIZE")].sum()
         return -1
@@ -97,7 +100,7 @@ def _split(folder: Path) -> tuple[Any, Any]:
 
 
 def set_model_state_dict(folder: Path) -> Callable[[], int]:
-    """Return a function that loads with torch: rank 0 reads all files and sends the shards of each parameter."""
+    """Return a function that loads with torch: rank 0 reads all files and broadcasts each full parameter."""
     from safetensors.torch import load_file
     from torch.distributed.checkpoint.state_dict import StateDictOptions
     from torch.distributed.checkpoint.state_dict import set_model_state_dict as set_state
@@ -333,7 +336,8 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds, after one warm-up round")
     parser.add_argument(
-        "--folder", help="a folder on the disk to measure; default: the system's folder for temporary files"
+        "--folder",
+        help="parent folder for the files, on the disk that is to be measured; default: the system's temporary folder",
     )
     options = parser.parse_args()
     part = {"start": start, "bandwidth": bandwidth}[options.part]

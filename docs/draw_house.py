@@ -15,11 +15,11 @@ from tests.support.imports import package_imports
 PICTURE = Path(__file__).parent / "house.svg"
 COLUMN, WIDTH, HEIGHT, MARGIN = 124, 92, 30, 16
 SLOT, LANE = 46, 16
-"""Heights that a package takes in its column, and a line that passes the column."""
+"""Heights in a column: of a package, and of a line that passes through."""
 
 
 def picture() -> str:
-    """Return the picture, as SVG: a package stands to the right of all that it imports.
+    """Return the picture, as SVG. Each package is to the right of all packages that it imports.
 
     An arrow that others imply is left out: that cli imports split follows from cli -> training -> split.
     """
@@ -33,7 +33,8 @@ def picture() -> str:
     def below(name: str) -> frozenset[str]:
         return frozenset(imports[name]).union(*map(below, imports[name]))
 
-    # The points of each column: (package, column) is its box, or a line to it that passes the column.
+    # The points of each column. (package, column) is the package's box in its own column; in another column, it is the line
+    # that passes through on its way to that box.
     columns: defaultdict[int, set[tuple[str, int]]] = defaultdict(set)
     lines: set[tuple[tuple[str, int], tuple[str, int]]] = set()
     for name in imports:
@@ -60,7 +61,7 @@ def picture() -> str:
             ends = [middle[end] for start, end in lines if start == point]
             return sum(ends) / max(len(ends), 1)
 
-        # Ordered by what they lead to, so that few lines cross.
+        # Points are ordered by the positions that their lines lead to, so that few lines cross.
         ordered = sorted(columns[index], key=lambda point: (target(point), point))
         tall = [SLOT if is_box(point) else LANE for point in ordered]
         for place, point in enumerate(ordered):

@@ -1,4 +1,4 @@
-"""Draws docs/rows.svg: documents of two sources as sequences, cut and packed by best fit, as the loader's packers make them.
+"""Draws docs/rows.svg: documents of two sources as sequences, cut or packed by best fit, with the packers of the loader.
 
 python docs/draw_rows.py     # docs/generate.py does it, too
 """
@@ -15,9 +15,9 @@ PICTURE = Path(__file__).parent / "rows.svg"
 WIDTH, LANE, UNIT, LEFT = 1240, 34, 16, 120
 SEQ_LEN = 64
 SOURCES = {"code": (50, 21, 38, 90, 12, 33, 27, 45), "prose": (9, 14, 11, 30, 7, 22, 18, 13)}
-"""Documents of two sources, in tokens."""
+"""Lengths in tokens of the documents of two sources."""
 ORDER = ("code", "code", "prose", "code")
-"""The sources of four sequences, at weights 3 and 1."""
+"""The sources of four sequences, with weights 3 and 1."""
 COLOURS = {"code": ("#cfe8ff", "#a5d1fb"), "prose": ("#d8f3dc", "#b1dfba")}
 
 
@@ -46,7 +46,7 @@ def picture() -> str:
 
 
 def documents(lengths: tuple[int, ...]) -> list[tuple[int, np.ndarray]]:
-    """Return (number, tokens) for documents of these lengths; each token of a document is the document's number."""
+    """Return (index, tokens) for documents of these lengths; every token of a document is the document's index."""
     return [(number, np.full(length, number)) for number, length in enumerate(lengths)]
 
 

@@ -1,9 +1,9 @@
-"""Writes the pages of docs/generated/, which are made from the code, and the pictures.
+"""Writes the pages of docs/generated/, which are generated from the code, and the pictures.
 
 python docs/generate.py                    # all but the slow pages; two minutes
-python docs/generate.py options.md         # this one
-python docs/generate.py --slow             # those that compile or interpret every architecture, too; an hour
-python docs/generate.py --check            # writes nothing; status 1 if a page is not what it would write
+python docs/generate.py options.md         # only this page
+python docs/generate.py --slow             # also the pages that compile or interpret every architecture; an hour
+python docs/generate.py --check            # writes nothing; exit status 1 if a page is stale
 """
 
 import argparse
@@ -18,12 +18,12 @@ FOLDER = ROOT / "docs" / "generated"
 
 
 def page_of(module: str) -> Callable[[], str]:
-    """Return a function that makes the page of a module of tests/ or docs/."""
+    """Return a function that returns the page of a module in tests/ or docs/."""
     return lambda: import_module(module).page()
 
 
 def combinations() -> str:
-    """Return the page of all combinations of options; none is run."""
+    """Return the page with all combinations of options, of which none is run."""
     module = import_module("tests.support.pages.combinations")
     return module.page({each: module.refusal(each) for each in module.ALL})
 
@@ -44,7 +44,7 @@ SLOW = {
     "async_tp.md": "tests.support.pages.async_tp",
     "kernels.md": "tests.support.pages.kernels",
 }
-"""Pages whose programs compile or interpret every architecture: too slow for --check, so tests of their own compare them."""
+"""Pages whose programs compile or interpret every architecture. Tests compare them, since they are too slow for --check."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def update_page(page: Path, make: Callable[[], str], check: bool) -> bool:
-    """Write a page if it is not what its program makes, unless `check`; return whether it differs."""
+    """Write a page if it differs from what its program returns, unless `check` is set; return whether it differs."""
     text = make()
     if page.exists() and page.read_text() == text:
         return False

@@ -67,7 +67,7 @@ def test_a_bad_file_is_refused_in_one_line_that_names_it(tmp_path, monkeypatch, 
 
 
 def package(folder, name, file, entry):
-    """Install a package in `folder` with a file of sizes, and an entry point that names `entry`."""
+    """Install a package in `folder` with a family's TOML file, and an entry point that names `entry`."""
     (folder / name).mkdir()
     (folder / name / "__init__.py").touch()
     (folder / name / file).write_text('config_class = "transformers.OlmoConfig"\n[tiny]\nhidden_size = 64\n')

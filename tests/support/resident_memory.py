@@ -11,7 +11,7 @@ from typing import Any
 def peak(action: Callable[[], Any]) -> tuple[float, Any]:
     """Return by how many MB the resident memory grows at most during `action`, and the result of `action`.
 
-    From then on glibc returns freed memory of a megabyte or more to the system at once.
+    After this call, glibc returns freed memory of a megabyte or more to the system at once.
     """
     ctypes.CDLL(None).mallopt(-3, 2**20)  # M_MMAP_THRESHOLD
     gc.collect()
@@ -22,9 +22,9 @@ def peak(action: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def peak_without_files(action: Callable[[], Any]) -> float:
-    """Return by how many MB it grows at most without pages of mapped files, which the system can reclaim.
+    """Return by how many MB the resident memory, without pages of mapped files, grows at most during `action`.
 
-    Sampled every millisecond.
+    The system can reclaim such pages. The memory is sampled every millisecond.
     """
     ctypes.CDLL(None).mallopt(-3, 2**20)  # as in `peak`
     gc.collect()

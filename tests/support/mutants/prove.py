@@ -1,4 +1,4 @@
-"""Verdicts on mutants, by strict application and by the proof."""
+"""Verdicts on mutants: refused by the plan's checks, or judged by the proof."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -38,7 +38,10 @@ class Verdict:
 
 
 def verdicts(mutants: Sequence[Mutant]) -> Iterator[Verdict]:
-    """Prove mutants of one architecture: all of a degree in one world, and those that compute the same only once."""
+    """Prove the mutants of one architecture.
+
+    Mutants with the same degree share one world; of mutants with the same effect, only one is proved.
+    """
     by_effect: dict[object, list[Mutant]] = {}
     for mutant in mutants:
         if (refusal := _refused(mutant)) is not None:

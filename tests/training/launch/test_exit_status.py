@@ -1,4 +1,4 @@
-"""Which of several failed ranks is reported, from the reports that their processes leave or do not leave."""
+"""Tests of which rank's failure is reported, given the report files that the ranks' processes wrote, or failed to write."""
 
 import json
 import multiprocessing
@@ -32,7 +32,7 @@ def end(how, rank):
 
 @pytest.fixture
 def ended(tmp_path, monkeypatch):
-    """Return a function that gives the failures of ranks that end one after the other, from pairs of rank and way to end."""
+    """Return a function that takes (rank, how it ends) pairs, ends the ranks in this order, and returns their failures."""
     monkeypatch.setenv(REPORTS, str(tmp_path))
 
     def ended(*hows):
