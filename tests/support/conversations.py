@@ -1,4 +1,4 @@
-"""Chat conversations, templates, and the tokens that a ChatFormat makes of them."""
+"""Chat conversations and templates, and the tokens into which a ChatFormat converts them."""
 
 from tests.support import data_sources
 from titanplans.training.data.chat.chat import ChatFormat

@@ -56,7 +56,7 @@ def hooked(style: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def tiny_plan_with(**styles):
-    """Return TinyPlan with styles of its mixers replaced: by module name, a function of the plan that returns the style."""
+    """Return TinyPlan with some styles of its mixers replaced, given functions by module name: plan -> style."""
     return changed(TinyPlan, lambda plan: {n: make(plan) for n, make in styles.items()})
 
 

@@ -127,7 +127,7 @@ def runs(
 
 
 def check_resumed(one: dict, segments: list[dict], folder: Path, rel: float = 1e-5, **atol: float) -> dict:
-    """Check that a job resumed at other degrees trained as one process did; return the exported weights of that process."""
+    """Check that a job resumed at other degrees trained like one process; return the weights that this process exported."""
     losses = {step: loss for segment in segments for step, loss in segment[LOSS].items()}
     assert list(losses) == list(range(1, 9))
     assert losses == pytest.approx(one[LOSS], rel=rel)

@@ -1,4 +1,4 @@
-"""Run training jobs by the command line, each in a process forked from one that has imported everything.
+"""Run training jobs with the command line, each in a process that is forked from one that has imported everything.
 
 job = Job(tmp_path)                      # a folder with a tiny job of two ranks
 process = job.start("--training.steps=8")
@@ -125,7 +125,7 @@ def start(
 
 
 def output(arguments: list[str], folder: Path, entry: Callable[[list[str]], None] | None = None) -> str:
-    """Start it as `start` does, check that it ends with status 0, and return its stdout."""
+    """Start it like `start`, check that it ends with status 0, and return its stdout."""
     process = start(arguments, folder, entry)
     process.join(PATIENCE)
     status = process.exitcode

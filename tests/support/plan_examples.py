@@ -335,7 +335,7 @@ class QKV(nn.Module):
 
 
 class Unsized(QKV):
-    """As `QKV`, without an attribute for the head size: a plan has to compute it."""
+    """Like `QKV`, but without an attribute for the head size: a plan has to compute it."""
 
     def __init__(self):
         super().__init__()

@@ -145,7 +145,7 @@ def check(case: Case, expected: Trained) -> float:
 
 
 def compare(actual: Trained, expected: Trained, tolerance: Tolerance) -> float:
-    """Compare the results of a step as `check` does; return the worst error of a gradient."""
+    """Compare the results of a step like `check`; return the worst error of a gradient."""
     torch.testing.assert_close(actual.loss, expected.loss, rtol=tolerance.loss, atol=0, check_dtype=False)
     torch.testing.assert_close(actual.norm, expected.norm, rtol=tolerance.norm, atol=0, check_dtype=False)
     assert actual.weights.keys() == expected.weights.keys()
@@ -165,7 +165,7 @@ def compare(actual: Trained, expected: Trained, tolerance: Tolerance) -> float:
 
 
 def train(parallel: Parallel, case: Case) -> Trained:
-    """Train one step by SGD: AdamW's first step depends on the gradient's sign alone, which would hide a wrong scale."""
+    """Train one step with SGD: AdamW's first step depends only on the gradient's sign, which would hide a wrong scale."""
     model, group = parallel.model, parallel.group
     ids, labels = batch(case, group)
     with parallel.context():

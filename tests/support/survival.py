@@ -453,7 +453,7 @@ def _summary(counts: Counter[str], begin: float) -> str:
 
 
 def run(faults: int, seed: int) -> dict[str, int]:
-    """Return the counts after so many faults."""
+    """Return the counts after this many faults."""
     from tests.support import process_groups
 
     with tempfile.NamedTemporaryFile() as results:

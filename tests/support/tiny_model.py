@@ -76,7 +76,7 @@ class Tiny(nn.Module):
 
 
 def tiny_of(layers=2):
-    """Return a Tiny with so many blocks and the same weights each time."""
+    """Return a Tiny with this many blocks, and with the same weights each time."""
     torch.manual_seed(0)
     model = Tiny()
     model.layers = nn.ModuleList(Block() for _ in range(layers))

@@ -12,7 +12,7 @@ import torchtitan.tools.utils as utils
 
 
 class Cpu:
-    """`torch.cpu` with the functions by which torchtitan names a GPU and measures its memory."""
+    """`torch.cpu` with the functions with which torchtitan names a GPU and measures its memory."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name)

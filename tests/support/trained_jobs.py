@@ -90,7 +90,7 @@ class Recorder:
 
 
 def train(folder: Path, model: str, dump: str, *options: str, prepare=None):
-    """Run a job in this process, within the process group that is up; return what it logged and the trainer.
+    """Run a job in this process, within the existing process group; return what it logged, and the trainer.
 
     `model` is the name of a config file in `folder`, or "module:Class". `prepare(trainer)` is called before it trains.
     """

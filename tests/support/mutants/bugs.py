@@ -17,7 +17,7 @@ from titanplans.styles.vocab_head import VocabHead
 
 
 def changed(plan: type[TPPlan], **changes: Any) -> type[TPPlan]:
-    """Return `plan` with styles replaced: by last name of the key, a function of the plan and of the old style."""
+    """Return `plan` with some styles replaced, given functions by the last name of the key: (plan, old style) -> style."""
 
     class Changed(plan):  # type: ignore[misc, valid-type]
         def full_plan(self, model: nn.Module) -> Plan:
