@@ -131,7 +131,7 @@ def test_experts_that_the_config_does_not_mention_are_all_counted_with_a_log_lin
         total, flops = _count(config, 64)
     assert flops == 6 * (total - 16 * 32 + 4 * 2 * 8 * 64)
     (record,) = caplog.records
-    assert record.message.startswith("the config of UserModel does not say how many of its experts")
+    assert record.message.startswith("the config of UserModel does not say how many experts")
     assert "(num_experts and num_experts_per_tok)" in record.message
     config.num_experts, config.num_experts_per_tok = 2, 1
     caplog.clear()

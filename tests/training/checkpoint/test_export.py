@@ -335,7 +335,7 @@ def test_sources_of_several_templates_name_one():
         build_job, {"data.sources": sources, "checkpoint.enable": True, "checkpoint.last_save_in_hf": True}
     )
     assert (
-        "its folder has one chat template, but sources have a.jinja and the tokenizer's; set the same for all"
+        "its folder has one chat template, but the sources have a.jinja and the tokenizer's; set the same for all"
         in error
     )
     assert chat_templates_of({"data.sources": sources}) == {"a.jinja", None}

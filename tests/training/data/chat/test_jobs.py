@@ -120,7 +120,7 @@ def test_the_command_line_reports_the_data_and_refuses_a_model_that_mixes_conver
     assert main([*arguments, "--training.chat.enable"]) == 2
     message = capsys.readouterr()
     assert "57 of 57 conversations are used (dataset_split = 'train')" in message.out + message.err
-    assert "training.chat.packing = true: 'linear_attn' is not known to keep documents" in message.err
+    assert "training.chat.packing = true: 'linear_attn' is not known to keep the documents" in message.err
 
 
 # --- models that separate documents

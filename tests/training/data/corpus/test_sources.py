@@ -165,7 +165,7 @@ def test_a_format_selects_files_and_overrides_their_extension(corpus):
         find_files(str(corpus))
     assert [file.name for file in find_files(str(corpus), "json")[1]] == ["a.jsonl"]
     assert find_files(str(corpus / "b.data"), "text")[2] == "text"
-    with pytest.raises(DataError, match=r"holds \.data; the extensions read"):
+    with pytest.raises(DataError, match=r"holds \.data; the supported extensions"):
         find_files(str(corpus / "b.data"))
 
 
