@@ -12,7 +12,7 @@ from titanplans.training.trainer.device import no_trainer
 
 collect_ignore = []
 if no_trainer() is not None:  # on torch 2.11, where everything but the trainer runs
-    collect_ignore += ["training", "docs", "cli/test_sweep.py", "test_torchrun.py"]
+    collect_ignore += ["training", "docs", "cli/test_data.py", "cli/test_sweep.py", "test_torchrun.py"]
 if os.environ.get("TRITON_INTERPRET") != "1":  # make test-kernels sets it
     collect_ignore += ["kernels/interpreted"]
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it in its workers, and printed tables are wrapped to it

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
 
 from tests.support.pages import async_tp
+from tests.support.releases import needs_torch_2_13
 from tests.support.tiny_model import Block, Tiny, TinyPlan
 from titanplans import apply_plan, modeling
 from titanplans.cli.async_tp import decide, graphs_end_as_on_a_gpu, prepare_block
@@ -29,6 +30,7 @@ def silent_progress(arguments):
     """A progress display that shows nothing."""
 
 
+@needs_torch_2_13("the page is of the graphs of 2.13")
 @pytest.mark.parametrize(
     "name", [n if n in DIFFERENT else pytest.param(n, marks=pytest.mark.exhaustive) for n in every_model()]
 )
@@ -154,6 +156,7 @@ def test_the_operators_between_a_collective_and_its_product_are_named():
     }
 
 
+@needs_torch_2_13("older compilers make other graphs")
 def test_a_graph_break_before_a_product_is_named_as_the_obstacle():
     config = modeling.load_config("transformer", "debug", num_hidden_layers=1, vocab_size=64)
     model = modeling.build_real(config, dtype=torch.float32)

@@ -4,6 +4,7 @@ import pytest
 from torch import nn
 
 from tests import zoo
+from tests.support.releases import needs_torch_2_13
 from titanplans import Degrees, PlanError, TPPlan, registered_plans, verify
 from titanplans.proof.compare import pipeline
 from titanplans.split.stages.shared import SharedParameters
@@ -200,6 +201,7 @@ def test_a_plain_module_is_proved_in_stages(model, tied):
     assert report.passed, report.table()
 
 
+@needs_torch_2_13("backwards are not split before it")
 @pytest.mark.parametrize("lost", ["a backward", "the gradient of a micro batch"])
 def test_a_schedule_that_loses_gradients_is_rejected(lost, monkeypatch):
     if lost == "a backward":

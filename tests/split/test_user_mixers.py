@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.plan_examples import decays, decays_of_rank, with_mixer
 from tests.support.process_groups import run
+from tests.support.releases import needs_torch_2_13
 from tests.support.tiny_model import TinyPlan, changed
 from titanplans import Degrees, PlanError, apply_plan, check_plan
 from titanplans.parallel import cross_entropy
@@ -123,7 +124,13 @@ def test_code_between_the_projections_of_a_mixer(kind, axes):
     run(partial(compared, kind=kind, axes=axes, compiled=None), 2 ** len(axes))
 
 
-@pytest.mark.parametrize("axes", [("tp",), ("cp",)])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        ("tp",),
+        pytest.param(("cp",), marks=needs_torch_2_13("a compiled exchange has wrong gradients before it")),
+    ],
+)
 @pytest.mark.parametrize("compiled", ["blocks", "model"])
 @pytest.mark.parametrize("kind", ["plain", "buffer"])
 def test_a_function_or_a_buffer_of_the_plan_in_compiled_code(kind, compiled, axes):

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from tests.support.paths import ROOT
+from tests.support.releases import needs_torch_2_13
 from titanplans.cli.main import main
 from titanplans.cli.verify.screen import progress
 from titanplans.proof.batches.conditions import MicroBatch
@@ -139,6 +140,7 @@ def command(folder, capsys, monkeypatch):
     root.setLevel(level)
 
 
+@needs_torch_2_13("torchtitan is not used before it")
 def test_without_torchtitan_its_loss_is_skipped_and_jobs_are_refused(command, monkeypatch, capsys):
     from titanplans.training.launch.main import main as train
 
@@ -183,6 +185,7 @@ def test_the_full_grid_as_text(command):
     assert "; 1 refusal above; " in lines[-1]
 
 
+@needs_torch_2_13("a note says that torchtitan's loss is not compared")
 def test_json_is_one_object(command):
     status, out, err = command("verify", "qwen3.json", "--json", *ONE_CASE)
     assert (status, err) == (0, "")
