@@ -34,6 +34,7 @@ ALLOWED = {
     "parallel": {*STRATEGIES, "loss", "apply", "observe", "torchao"},
     "integrations": {*STRATEGIES, "apply", "modeling", "parallel", "weights", "torchtitan", "transformers"},
     "proof": {"plan", "styles", "split", "loss", "adapters", "apply", "kernels"},
+    "derive": {"plan", "split", "modeling", "proof", "transformers"},
     "training": {*STRATEGIES, "loss", "apply", "observe", "modeling", "weights", "parallel", "kernels", *LIBRARIES},
 }  # fmt: skip
 """The packages and libraries that a package of the engine may import; `cli` may import all."""

@@ -4,6 +4,7 @@
     titanplans evaluate configs/gla_debug.toml       # loss of its checkpoint
     titanplans verify gla                            # prove a plan, on a CPU
     titanplans verify my_plans:MyPlan --model my_models:build
+    titanplans derive exaone4                        # write a plan and prove it
     titanplans data configs/gla_debug.toml           # what its model will see
     titanplans list                                  # the registered plans
     titanplans list gla                              # how it is split
@@ -41,6 +42,7 @@ COMMANDS = {
     "train": "training.launch.main",
     "evaluate": "cli.evaluate",
     "verify": "cli.verify.main",
+    "derive": "cli.derive",
     "data": "cli.data",
     "list": "cli.verify.main",
     "async-tp": "cli.verify.main",
@@ -60,7 +62,7 @@ def run(argv: list[str] | None = None) -> NoReturn:
     if not sys.flags.safe_path:
         # Add the current folder, for the user's plans. An installed command has its own folder in sys.path instead.
         sys.path.append("")
-    proves = argv[:1] in (["verify"], ["list"], ["async-tp"])
+    proves = argv[:1] in (["verify"], ["derive"], ["list"], ["async-tp"])
     # These variables are read when torch and Triton are imported.
     if proves and {"real", "--kernels=real"} & set(argv):
         os.environ["TRITON_INTERPRET"] = "1"

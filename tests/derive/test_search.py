@@ -1,0 +1,201 @@
+"""Plans that are derived from dataflow alone, against the plans that were written by hand and against the proof."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from titanplans import PlanError, TPOptions, registered_plans
+from titanplans.derive import analyse, derive, small_configs
+from titanplans.derive.counts import Counts
+from titanplans.modeling import build_real, load_config
+from titanplans.plan.degrees import Degrees
+
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
+
+BY_HAND = ("llama", "qwen3", "gemma2", "phi3", "gpt2", "olmo2", "mixtral", "stablelm", "gpt_neox")
+"""Types whose registered plan has to be derived style by style, without reading it."""
+
+
+def derived(name, **options):
+    first, second = small_configs(load_config(name, "debug"))
+    build = partial(partial, build_real, dtype=torch.float64)
+    other = None if second is None else build(second)
+    return derive(build(first), other_fn=other, exclude=[name], **options), build(first)
+
+
+def styles(plan, model, degree):
+    found = plan(TPOptions(Degrees(tp=degree, dp_shard=1))).full_plan(model)
+    return {
+        key: repr(style)
+        for key, style in found.items()
+        if "Region(" not in repr(style) or "Rowwise" in repr(style)
+    }
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in ("phi3", "mixtral") else pytest.param(n, marks=pytest.mark.thorough) for n in BY_HAND]
+)
+def test_the_plan_of_a_known_type_is_derived_and_proved(name):
+    plan, make = derived(name, degrees=[2, Degrees(cp=2, dp_shard=1)], conditions="plain")
+    assert plan.is_proved, plan.notes
+    model = make()
+    expected = styles(registered_plans()[name], model, 2)
+    assert styles(plan.plan, model, 2).keys() == expected.keys()
+    actual = styles(plan.plan, model, 2)
+    assert {key: actual[key] for key in expected if actual[key] != expected[key]} == {}
+    assert len(plan.text.splitlines()) < 40
+
+
+class Mixer(nn.Module):
+    """Attention with names of its own, and a stored count of heads."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.count = heads
+        self.inner = nn.Linear(width, 3 * width)
+        self.outer = nn.Linear(width, width)
+
+    def forward(self, hidden):
+        q, k, v = (
+            x.unflatten(-1, (self.count, -1)).transpose(1, 2) for x in self.inner(hidden).chunk(3, dim=-1)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.outer(mixed.transpose(1, 2).flatten(2))
+
+
+class Width(nn.Module):
+    def __init__(self, width, inner):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
+
+    def forward(self, x):
+        return self.down(nn.functional.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, width, heads, inner):
+        super().__init__()
+        self.first_norm, self.second_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.mixer, self.mlp = Mixer(width, heads), Width(width, inner)
+
+    def forward(self, hidden):
+        hidden = hidden + self.mixer(self.first_norm(hidden))
+        return hidden + self.mlp(self.second_norm(hidden))
+
+
+class Model(nn.Module):
+    def __init__(self, width, heads, inner):
+        super().__init__()
+        self.embed = nn.Embedding(48, width)
+        self.layers = nn.ModuleList([Block(width, heads, inner) for _ in range(2)])
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 48, bias=False)
+
+    def forward(self, input_ids):
+        hidden = self.embed(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(self.norm(hidden))
+
+
+class Named(Model):
+    """With a usual name of the head."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.lm_head, self.head = self.head, None
+
+    def forward(self, input_ids):
+        hidden = self.embed(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.lm_head(self.norm(hidden))
+
+
+def build(cls, *sizes):
+    torch.manual_seed(0)
+    return cls(*sizes).double()
+
+
+def test_a_model_of_ones_own_is_derived_with_sizes_that_hold_in_two_models():
+    plan = derive(
+        partial(build, Named, 64, 8, 96), "OwnPlan", other_fn=partial(build, Named, 96, 4, 80), degrees=[2, 4]
+    )
+    assert plan.is_proved, plan.notes
+    assert plan.text.count(".in_features") == 3  # the rows of queries, keys and values
+    assert 'self.divide_by_degree(attn, "count")' in plan.text
+    assert 'mlp_in = ("up",)' in plan.text
+
+
+class Unsplit(nn.Module):
+    """A mixer that every channel of its output depends on in full."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width))
+
+    def forward(self, hidden):
+        return torch.tanh(hidden @ self.weight).cumsum(1)
+
+
+def test_a_model_without_anything_to_split_is_refused():
+    def make():
+        model = build(Named, 64, 8, 96)
+        for layer in model.layers:
+            layer.mixer, layer.mlp = Unsplit(64).double(), nn.Identity()
+        return model
+
+    with pytest.raises(PlanError, match=r"no plan is derived for Named: mixer: .*; write one by hand"):
+        derive(make)
+
+
+def test_what_can_not_be_split_runs_on_every_rank_and_is_named():
+    def make():
+        model = build(Named, 64, 8, 96)
+        for layer in model.layers:
+            layer.mixer = Unsplit(64).double()
+        return model
+
+    plan = derive(make, degrees=[2], conditions="plain")
+    assert plan.is_proved, plan.notes
+    assert "Not split: mixer." in plan.text
+    assert any(note.startswith("mixer (Unsplit) is not split: ") for note in plan.notes)
+
+
+class Random(Named):
+    def forward(self, input_ids):
+        return nn.functional.dropout(super().forward(input_ids), 0.1)
+
+
+class Overflowing(Named):
+    def forward(self, input_ids):
+        return super().forward(input_ids) * float("inf")
+
+
+class Broken(Named):
+    def forward(self, input_ids):
+        raise ValueError("no")
+
+
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [
+        (Random, "two runs differ, so it draws random numbers"),
+        (Overflowing, "its logits are not finite in float64"),
+        (Broken, "the unsplit model does not run on a CPU: ValueError: no"),
+    ],
+)
+def test_a_model_whose_dataflow_can_not_be_seen_is_refused(cls, message):
+    with pytest.raises(PlanError, match=f"derive {cls.__name__}: {message}"):
+        derive(partial(build, cls, 64, 8, 96))
+
+
+def test_a_region_with_which_no_proof_passes_is_not_split(monkeypatch):
+    """As if no counts of the mixer's code were found: each plan is wrong until every rank runs the mixer in full."""
+    monkeypatch.setattr(analyse, "find_counts", lambda split: Counts({}, {}))
+    plan = derive(partial(build, Named, 64, 8, 96), degrees=[2], conditions="plain")
+    assert plan.is_proved, plan.notes
+    assert plan.proofs > 2
+    assert "Not split: mixer." in plan.text
+    assert "mixer is not split: the proof failed with it" in plan.notes

@@ -1,0 +1,152 @@
+"""`titanplans derive`: write a plan for a model from its dataflow, and prove it.
+
+Exit status: 0 if the plan is proved, else 1.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers import logging as transformers_logging
+
+from titanplans import kernels, modeling
+from titanplans.derive import Derived, derive, small_configs
+from titanplans.disk import is_taken
+from titanplans.errors import ConfigError, VerifyError, did_you_mean
+from titanplans.plan.degrees import Degrees
+from titanplans.text import counted
+from titanplans.user_code import as_user_error, load_attribute
+
+_CONDITIONS = ("plain", "each", "pairs")
+
+
+def main(argv: list[str]) -> int:
+    """Derive and print a plan; return 0 if it is proved, else 1.
+
+    Raises:
+        UserError: there is no such model, it does not run on a CPU, or nothing in it can be split.
+    """
+    arguments = _parser().parse_args(argv)
+    if arguments.output is not None and is_taken(arguments.output):
+        raise ConfigError(f"--output {arguments.output} exists and is not overwritten; name a new file")
+    kernels.install("cpu")
+    transformers_logging.set_verbosity_error()  # notes on padding and on caches do not concern random models
+    began = time.monotonic()
+    make, make_other, model_type = _models(arguments.model, arguments.other)
+    degrees = (
+        None if arguments.tp is None else [Degrees(tp=int(tp), dp_shard=1) for tp in arguments.tp.split(",")]
+    )
+    derived = derive(
+        make,
+        arguments.name or _class_name(model_type or arguments.model.rpartition(":")[2]),
+        other_fn=make_other,
+        degrees=degrees,
+        conditions=arguments.conditions,
+        register=model_type,
+        exclude=[model_type] if model_type else [],
+    )
+    print(derived.text)
+    for note in (*_sizes(make_other), *derived.notes):
+        print(f"# {note}")
+    print(_verdict(derived, time.monotonic() - began))
+    if arguments.output is not None:
+        arguments.output.write_text(derived.text, encoding="utf-8")
+        print(f"written to {arguments.output}", file=sys.stderr)
+    return 0 if derived.is_proved else 1
+
+
+def _models(
+    words: str, other: str | None
+) -> tuple[Callable[[], nn.Module], Callable[[], nn.Module] | None, str | None]:
+    """Return functions that build the model and one of other sizes, if there is one; and the model type, if it has one."""
+    if ":" in words:
+        make_other = None if other is None else _user_model(other, "--other")
+        return _user_model(words, "derive"), make_other, None
+    if other is not None:
+        raise VerifyError(f"--other {other}: goes with module:function; of a config two sizes are made")
+    first, second = small_configs(_config(words))
+    build = partial(partial, modeling.build_real, dtype=torch.float64)
+    return build(first), None if second is None else build(second), first.model_type
+
+
+def _user_model(words: str, option: str) -> Callable[[], nn.Module]:
+    make = load_attribute(words, f"{option} {words}", VerifyError)
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        with as_user_error(f"{option} {words}", VerifyError):
+            model = make()
+        if not isinstance(model, nn.Module):
+            raise VerifyError(
+                f"{option} {words} returned an object of type {type(model).__name__}, not an nn.Module"
+            )
+        return model.double()
+
+    return build
+
+
+def _config(words: str) -> PretrainedConfig:
+    if words.endswith(".json") or "/" in words or Path(words).is_dir():
+        return modeling.load_config_file(words)
+    if words in modeling.available():
+        return modeling.load_config(words, "debug")
+    if words in CONFIG_MAPPING:
+        return CONFIG_MAPPING[words]()
+    known = [*modeling.available(), *CONFIG_MAPPING]
+    raise ConfigError(
+        f"derive {words}: no such model type; {did_you_mean(words, known, 'name a config.json or module:function')}"
+    )
+
+
+def _class_name(words: str) -> str:
+    return "".join(part.capitalize() for part in words.replace("-", "_").split("_")) + "Plan"
+
+
+def _sizes(make_other: Callable[[], nn.Module] | None) -> list[str]:
+    if make_other is not None:
+        return []
+    return [
+        "sizes are written as they are in one model, perhaps by chance; --other names a function of other sizes"
+    ]
+
+
+def _verdict(derived: Derived, seconds: float) -> str:
+    if derived.report is None:
+        return f"NOT PROVED: the plan is refused; {counted(derived.proofs, 'proof')}, {seconds:.1f} s"
+    cases = derived.report.cases
+    wrong = sum(not case.passed for case in cases)
+    if wrong or not cases:
+        return f"NOT PROVED: {wrong} of {counted(len(cases), 'case')} wrong; {seconds:.1f} s"
+    degrees = dict.fromkeys(str(case.options.degrees) for case in cases)
+    return f"proved: {counted(len(cases), 'case')} at {'; '.join(degrees)}; {seconds:.1f} s"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="titanplans derive",
+        description="Write a plan for a model from its dataflow, and prove it on a CPU.",
+        epilog="exit status: 0 proved, 1 not proved, 2 can't be run as written",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    words = (
+        "a model type of transformers or a registered one, a config.json or its folder, or module:function"
+    )
+    add("model", metavar="MODEL", help=f"{words}, a function that returns a small model with random weights")
+    words = "with module:function: a function that returns the same model with other widths and head counts"
+    add("--other", metavar="MODULE:FUNCTION", help=words)
+    add(
+        "--tp",
+        metavar="N,...",
+        help="tensor-parallel degrees to prove; default: those of tp, cp and pp that the model allows",
+    )
+    add("--conditions", choices=_CONDITIONS, default="each", help="as in verify; default: each")
+    add("--name", metavar="CLASS", help="name of the class; default: from the model")
+    add("--output", metavar="FILE", type=Path, help="write the class to this new file, too")
+    return parser

@@ -1,0 +1,243 @@
+"""Find how every region of a model is split: `analyse`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from titanplans.derive.counts import Counts, SlicedRegion, find_counts, find_shared_counts
+from titanplans.derive.norms import SplitNormKind, find_split_norms
+from titanplans.derive.probe import NotDerived, probe
+from titanplans.derive.region import ModuleCall, RecordedRegion, find_regions, float_tensors, record_calls
+from titanplans.errors import PlanError
+from titanplans.plan.plan import TPPlan
+from titanplans.proof.batches.sample import vocabulary_size
+from titanplans.proof.compare.forward import widened
+from titanplans.split.decoder import Block, Decoder, find_decoder
+from titanplans.user_code import as_user_error
+
+_TOKENS = 33
+"""Tokens in each of the two sequences of the recorded batch; odd, so that no width equals it."""
+
+
+@dataclass(frozen=True)
+class RegionSplit:
+    """A kind of region, and how it is split. Regions of one kind have the same class and parameters of the same shapes.
+
+    Attributes:
+        region: the first of its kind.
+        mixes_tokens: whether it is a token mixer.
+        split: None if it is not split; `reason` says why.
+        norms: norms over features of several units, by name.
+        counts: attributes of its code that count units.
+        head_name: the attribute that counts its units, by dotted name; None: no attribute does.
+        shared_head_name: the attribute that counts heads that units share, such as key/value heads; None: there are none.
+        closes: whether its output is that of its only output projection, a Linear, which can sum over the ranks itself.
+        reason: why it is not split.
+    """
+
+    region: RecordedRegion
+    mixes_tokens: bool
+    split: SlicedRegion | None = None
+    norms: Mapping[str, SplitNormKind] = field(default_factory=dict)
+    counts: Counts = field(default_factory=lambda: Counts({}, {}))
+    head_name: str | None = None
+    shared_head_name: str | None = None
+    closes: bool = False
+    reason: str = ""
+
+    @property
+    def module(self) -> nn.Module:
+        return self.region.module
+
+    @property
+    def shared_heads(self) -> int | None:
+        """The number of shared heads."""
+        name = self.shared_head_name
+        return None if name is None else integers(self.module)[name]
+
+
+@dataclass(frozen=True)
+class BlockSplit:
+    """A block, its regions by name relative to it, and the names of what is on the residual stream."""
+
+    block: Block
+    regions: Mapping[str, RegionSplit]
+    on_stream: Sequence[str]
+
+
+@dataclass(frozen=True)
+class ModelSplit:
+    """How a model is split: its parts, the first calls of its modules, and its blocks."""
+
+    model: nn.Module
+    decoder: Decoder
+    calls: Mapping[str, ModuleCall]
+    blocks: Sequence[BlockSplit]
+
+    @property
+    def kinds(self) -> list[RegionSplit]:
+        """The kinds of regions."""
+        return list({id(kind): kind for block in self.blocks for kind in block.regions.values()}.values())
+
+
+def analyse(model: nn.Module) -> ModelSplit:
+    """Return how the regions of `model` can be split.
+
+    Args:
+        model: unsplit, with random float64 weights, on the CPU; weights that are zeros would hide what they multiply.
+
+    Raises:
+        PlanError: it does not run, or its logits are not finite or differ between two runs.
+    """
+    vocabulary = vocabulary_size(model)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(min(3, vocabulary - 1), vocabulary, (2, _TOKENS), generator=generator)
+    decoder = find_decoder(model)
+    with widened(torch.float64):
+        _check_runs(model, ids)
+        calls = record_calls(model, lambda: model(input_ids=ids))
+        kinds: dict[Any, RegionSplit] = {}
+        blocks = []
+        for block in decoder.blocks:
+            parts = find_regions(block, calls, (ids.numel(), _hidden_size(model, decoder, calls)))
+            regions = {}
+            for name, region in parts.regions.items():
+                shapes = tuple((n, tuple(p.shape)) for n, p in region.module.named_parameters())
+                key = (name, type(region.module), shapes)
+                if key not in kinds:
+                    kinds[key] = split_region(region)
+                regions[name] = kinds[key]
+            blocks.append(BlockSplit(block, regions, parts.on_stream))
+    return ModelSplit(model, decoder, calls, blocks)
+
+
+def _check_runs(model: nn.Module, ids: torch.Tensor) -> None:
+    """Refuse a model of which no gradient says anything about its dataflow."""
+    what = f"derive {type(model).__name__}"
+    with torch.no_grad(), as_user_error(f"{what}: the unsplit model does not run on a CPU", PlanError):
+        first, second = (float_tensors(model(input_ids=ids))[0] for _ in range(2))
+    if not bool(torch.isfinite(first).all()):
+        raise PlanError(
+            f"{what}: its logits are not finite in float64; return a model with smaller initial weights"
+        )
+    if not torch.equal(first, second):
+        raise PlanError(f"{what}: two runs differ, so it draws random numbers; set its dropout to 0")
+
+
+def _hidden_size(model: nn.Module, decoder: Decoder, calls: Mapping[str, ModuleCall]) -> int:
+    call = calls[decoder.blocks[0].name]
+    hidden = next(
+        x for x in (*call.args, *call.kwargs.values()) if isinstance(x, torch.Tensor) and x.ndim >= 3
+    )
+    return hidden.shape[-1]
+
+
+def split_region(region: RecordedRegion) -> RegionSplit:
+    """Return how a region is split; a region for which nothing is found is not split."""
+    mixes_tokens = region.mixes_tokens()
+    unsplit = RegionSplit(region, mixes_tokens)
+    try:
+        found = probe(region)
+        units, head_name = _choose_units(region.module, mixes_tokens, found.layouts, found.output_widths)
+        norms = find_split_norms(found, units)
+        split = SlicedRegion(found, units, tuple(norms))
+        counts = find_counts(split)
+    except NotDerived as error:
+        return replace(unsplit, reason=str(error))
+    shared_name = _shared_head_name(split) if mixes_tokens else None
+    derived = replace(
+        unsplit, split=split, norms=norms, counts=counts, head_name=head_name, shared_head_name=shared_name
+    )
+    if (heads := derived.shared_heads) is not None:
+        counts = replace(counts, shared=find_shared_counts(split, counts, heads))
+    return replace(derived, counts=counts, closes=_closes(split))
+
+
+def _closes(split: SlicedRegion) -> bool:
+    """Return whether the region returns its only output projection's output, which nothing else is added to."""
+    found = split.findings
+    if len(found.outputs) != 1:
+        return False
+    owner = next(iter(found.outputs)).rpartition(".")[0]
+    module, call = found.region.module.get_submodule(owner), found.calls.get(owner)
+    is_linear = (
+        isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    )  # transformers' Linear of [in, out]
+    others = [name for name in found.summands if name.rpartition(".")[0] != owner]
+    returned = (
+        call is not None and call.output is not None and call.output.numel() == found.region.run().numel()
+    )
+    return bool(owner) and is_linear and returned and not others
+
+
+def integers(module: nn.Module) -> dict[str, int]:
+    """Return the integer attributes above 1 of a module and of its config, by dotted name."""
+    found = {name: value for name, value in vars(module).items() if type(value) is int and value > 1}
+    config = getattr(module, "config", None)
+    if config is not None:
+        of_config = {
+            f"config.{name}": value
+            for name, value in vars(config).items()
+            if type(value) is int and value > 1
+        }
+        found |= of_config
+    return found
+
+
+def _is_count_of_heads(name: str) -> bool:
+    last = name.rpartition(".")[2]
+    return ("head" in last or "group" in last) and not any(word in last for word in ("dim", "size", "per"))
+
+
+def _choose_units(
+    module: nn.Module, mixes_tokens: bool, layouts: Mapping[int, Any], widths: Sequence[int]
+) -> tuple[int, str | None]:
+    """Return the number of units, and the attribute that counts them.
+
+    An MLP has as many as possible. A mixer has as many as an attribute says that it has heads; in doubt, the usual names of
+    query heads come first, then other names of heads, then any count. Without such an attribute every channel is a unit.
+    """
+    options = sorted(layouts, reverse=True)
+    if not mixes_tokens:
+        return options[0], None
+    values = integers(module)
+    tests: list[Callable[[str], bool]] = [
+        lambda name: name.rpartition(".")[2] in TPPlan.head_names,
+        lambda name: _is_count_of_heads(name) and "kv" not in name and "key_value" not in name,
+        _is_count_of_heads,
+        lambda name: "dim" not in name and "size" not in name,
+    ]
+    for test in tests:
+        for units in options:
+            names = [name for name, value in values.items() if value == units and test(name)]
+            if names:
+                return units, min(names, key=_length)
+    names = [name for name, value in values.items() if value in widths]
+    return options[0], min(names, key=_length) if names else None
+
+
+def _length(name: str) -> tuple[bool, int]:
+    """Order names: attributes of the module before those of its config, then short ones."""
+    return name.startswith("config."), len(name)
+
+
+def _shared_head_name(split: SlicedRegion) -> str | None:
+    found = split.findings
+    counts = {
+        section.slices
+        for name, (_, sections) in split.layout.sharded.items()
+        for section in sections
+        if 1 < section.slices < split.units and name in found.parameters
+    }
+    values = {name: value for name, value in integers(found.region.module).items() if value in counts}
+    usual = [name for name in values if name.rpartition(".")[2] in TPPlan.shared_head_names]
+    others = [name for name in values if _is_count_of_heads(name)]
+    return min(usual or others, key=_length, default=None)
+
+
+def relative(block: Block, name: str | None) -> str | None:
+    """Return the name of a block's part relative to the block."""
+    return None if name is None else name.removeprefix(f"{block.name}.")

@@ -1,0 +1,101 @@
+"""Shorten a derived class: derive it from the registered plan from which it differs least. Start at `shorten`."""
+
+import ast
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from titanplans.derive.write import Source
+from titanplans.errors import PlanError
+from titanplans.plan.degrees import Degrees
+from titanplans.plan.options import TPOptions
+from titanplans.plan.plan import TPPlan
+from titanplans.plan.registry import registered_plans
+from titanplans.split.decoder import find_decoder
+
+_DEGREES = (2, 4)
+"""Tensor-parallel degrees at which two plans are compared."""
+
+_NOT_COMPARED = re.compile(r"(input_name|float8_input|interleaved)=[^,)]*(, )?")
+"""Arguments of styles that a derived plan may have in another form: a proof of the shortened class follows."""
+
+
+def shorten(source: Source, plan: type[TPPlan], model: nn.Module, exclude: Iterable[str] = ()) -> Source:
+    """Return the source with the registered plan as its base that leaves the fewest lines to write.
+
+    Args:
+        source: of a class that is derived from TPPlan.
+        plan: that class.
+        model: that it splits.
+        exclude: model types whose registered plans are no candidates.
+    """
+    own = _results(plan, model)
+    best = source
+    registered = {cls for model_type, cls in registered_plans().items() if model_type not in set(exclude)}
+    bases = sorted(registered, key=lambda cls: (len(cls.__mro__), cls.__module__, cls.__name__))
+    for base in [TPPlan, *bases]:
+        try:
+            inherited = _results(base, model)
+        except _ERRORS:
+            inherited = {}  # it does not fit this model, but the class may override what does not
+        kept = {
+            method: lines for method, lines in source.methods.items() if own[method] != inherited.get(method)
+        }
+        shorter = replace(source, base=base, methods=kept, attributes=_needed(source, base))
+        if _size(shorter) >= _size(best):
+            continue
+        try:
+            is_same = _results(shorter.execute(), model) == own
+        except _ERRORS:
+            continue
+        best = shorter if is_same else best
+    return best
+
+
+_ERRORS = (PlanError, NotImplementedError, AttributeError, KeyError, TypeError, ValueError, IndexError)
+"""What the methods of a plan may raise for modules that they were not written for."""
+
+
+def _size(source: Source) -> int:
+    return len(source.attributes) + sum(map(len, source.methods.values()))
+
+
+def _needed(source: Source, base: type[TPPlan]) -> list[str]:
+    """Return the lines of class attributes whose value the base does not have."""
+    lines = []
+    for line in source.attributes:
+        name, _, value = line.partition(" = ")
+        if ast.literal_eval(value) != getattr(base, name):
+            lines.append(line)
+    return lines
+
+
+def _results(plan: type[TPPlan], model: nn.Module) -> Mapping[str, Any]:
+    """Return what each method of a plan returns for the modules of `model`, in a form that can be compared."""
+    decoder = find_decoder(model)
+    blocks = [block.module for block in decoder.blocks]
+    modules: dict[str, list[nn.Module]] = {
+        "model_plan": [model],
+        "layer_plan": blocks,
+        "attn_plan": list(decoder.mixers.values()),
+        "mlp_plan": list(decoder.mlps.values()),
+        "local_attributes": list(decoder.mixers.values()),
+        "mlp_attributes": list(decoder.mlps.values()),
+        "model_functions": [model],
+        "local_functions": list(decoder.mixers.values()),
+        "heads": list(decoder.mixers.values()),
+    }
+    results: dict[str, Any] = {}
+    for degree in _DEGREES:
+        instance = plan(TPOptions(Degrees(tp=degree, dp_shard=1)))
+        for method, arguments in modules.items():
+            call: Callable[[nn.Module], Mapping[str, Any]] = getattr(instance, method)
+            results[method] = (*results.get(method, ()), *(_comparable(call(module)) for module in arguments))
+    return results
+
+
+def _comparable(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return sorted((key, _NOT_COMPARED.sub("", repr(value))) for key, value in result.items())

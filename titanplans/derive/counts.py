@@ -1,0 +1,302 @@
+"""Find which attributes of a region's code count its units, by running its code on one rank's slices: `find_counts`.
+
+The code runs once for each rank, with that rank's slices of the parameters and its own values of some attributes. The right
+attributes are those with which the ranks' outputs sum to the output of the unsplit region.
+"""
+
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from titanplans.derive.probe import BUFFER, Findings, NotDerived, RegionLayout, float_argument_names
+from titanplans.derive.region import RecordedRegion
+from titanplans.derive.sections import Section, local_rows
+from titanplans.plan.plan import QUERIES_PER_GROUP
+from titanplans.split.decoder import join
+
+_TOLERANCE = 1e-9
+"""Largest difference of the ranks' sum from the output, relative to the largest element. The sums are in float64."""
+_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, ZeroDivisionError)
+"""What code may raise that gets slices of its parameters, and counts that do not fit them."""
+_MOST_RUNS = 300
+"""Sets of attributes that are tried, before a region counts as not derived."""
+
+
+@dataclass(frozen=True)
+class SlicedRegion:
+    """How a region is split: a layout, its number of units, and the norms whose statistics cover several units' features."""
+
+    findings: Findings
+    units: int
+    split_norms: Sequence[str] = ()
+
+    @property
+    def layout(self) -> RegionLayout:
+        return self.findings.layouts[self.units]
+
+    def output_sum(
+        self, ranks: int, counts: Mapping[str, int], region: RecordedRegion | None = None
+    ) -> torch.Tensor:
+        """Return the sum over the ranks of the region's output.
+
+        Args:
+            ranks: their number; it divides the units.
+            counts: values of attributes on each rank, by dotted name.
+            region: the same region in another call; None: the call that was probed.
+
+        Raises:
+            One of `_ERRORS`: the region's code does not run with these counts.
+        """
+        total: Any = 0
+        for rank in range(ranks):
+            total = total + self._output_of_rank(rank, ranks, counts, region or self.findings.region)
+        # What the region returns without its projections, such as its own input, would be counted once per rank.
+        return total - (ranks - 1) * self.findings.without_outputs
+
+    def _output_of_rank(
+        self, rank: int, ranks: int, counts: Mapping[str, int], region: RecordedRegion
+    ) -> torch.Tensor:
+        found, module = self.findings, copy.deepcopy(self.findings.region.module)
+        tensors = dict(module.named_parameters()) | {BUFFER + name: b for name, b in module.named_buffers()}
+
+        def local(x: torch.Tensor, dim: int, sections: Sequence[Section]) -> torch.Tensor:
+            return x.detach().index_select(dim, torch.tensor(local_rows(sections, rank, ranks)))
+
+        for name, (dim, sections) in self.layout.sharded.items():
+            if name in tensors:
+                _set_tensor(module, name, local(tensors[name], dim, sections))
+        for name, output in found.outputs.items():
+            width = tensors[name].shape[output.inputs] // ranks
+            _set_tensor(module, name, tensors[name].detach().narrow(output.inputs, rank * width, width))
+        for name in found.summands:
+            _set_tensor(module, name, tensors[name].detach() / ranks)
+        for name in self.split_norms:
+            output = found.calls[name].output
+            owned = (layout for key, layout in self.layout.sharded.items() if key.rpartition(".")[0] == name)
+            _, sections = next(owned, (0, [Section(output.shape[-1], self.units)]))
+            _return_constant(module.get_submodule(name), local(output, output.ndim - 1, sections))
+        for name in found.inner_sums:
+            _return_constant(module.get_submodule(name), found.calls[name].output)
+        for path, value in counts.items():
+            _set_attribute(module, path, value)
+        names = iter(float_argument_names(region))
+
+        def change(name: str, x: torch.Tensor) -> torch.Tensor:
+            if name == region.hidden or not x.is_floating_point():
+                return x
+            layout = self.layout.sharded.get(next(names))
+            return x if layout is None else local(x, *layout)
+
+        with torch.no_grad():
+            return region.run(module, change)
+
+
+def _set_tensor(module: nn.Module, name: str, value: torch.Tensor) -> None:
+    owner, _, last = name.removeprefix(BUFFER).rpartition(".")
+    if name.startswith(BUFFER):
+        module.get_submodule(owner).register_buffer(last, value)
+    else:
+        setattr(module.get_submodule(owner), last, nn.Parameter(value.contiguous()))
+
+
+def _return_constant(module: nn.Module, value: torch.Tensor) -> None:
+    module.forward = lambda *args, **kwargs: value  # type: ignore[method-assign]
+
+
+def _set_attribute(module: nn.Module, path: str, value: int) -> None:
+    """Set the attribute of a dotted name; objects on the way that are no modules, such as a config, are copied."""
+    holder: Any = module
+    *steps, last = path.split(".")
+    for step in steps:
+        child = getattr(holder, step)
+        if not isinstance(child, nn.Module):
+            child = copy.copy(child)
+            setattr(holder, step, child)
+        holder = child
+    setattr(holder, last, value)
+
+
+def read_integers(region: RecordedRegion) -> dict[str, int]:
+    """Return the integer attributes above 1 that the region's code reads in a call, by dotted name.
+
+    Attributes of its modules and of their configs: `num_heads`, `config.num_attention_heads`, `conv.groups`.
+    """
+    found: dict[str, int] = {}
+    module = copy.deepcopy(region.module)
+    for name, inner in module.named_modules():
+        if isinstance(inner, nn.Linear):
+            continue
+        config = inner.__dict__.get("config")
+        if config is not None:
+            inner.__dict__["config"] = config = copy.copy(config)
+            _record_reads(
+                config, lambda key, value, name=name: found.setdefault(join(name, "config", key), value)
+            )
+        _record_reads(inner, lambda key, value, name=name: found.setdefault(join(name, key), value))
+    with torch.no_grad():
+        region.run(module)
+    return found
+
+
+def _record_reads(holder: Any, record: Callable[[str, int], Any]) -> None:
+    """Let `holder` call `record` with name and value, when an integer attribute of it is read."""
+    cls = type(holder)
+
+    def __getattribute__(self: Any, key: str) -> Any:
+        value = cls.__getattribute__(self, key)  # pyrefly: ignore[bad-argument-count]
+        if type(value) is int and value > 1 and not key.startswith("_"):
+            record(key, value)
+        return value
+
+    holder.__class__ = type(
+        cls.__name__, (cls,), {"__getattribute__": __getattribute__, "__module__": cls.__module__}
+    )
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Attributes that have to count a rank's units or rows.
+
+    Attributes:
+        values: of the unsplit region, by dotted name.
+        parts: for an attribute that counts rows of several sections, those sections.
+        shared: attributes that count heads which ranks share if there are fewer of them than ranks, or rows of them, with
+            the number of these heads.
+    """
+
+    values: Mapping[str, int]
+    parts: Mapping[str, Sequence[Section]]
+    shared: Mapping[str, int] = field(default_factory=dict)
+
+    def local(self, ranks: int) -> dict[str, int]:
+        """Return the values on one of `ranks` ranks."""
+        return {name: self._local(name, value, ranks) for name, value in self.values.items()}
+
+    def _local(self, name: str, value: int, ranks: int) -> int:
+        if name in self.parts:
+            return sum(len(section.local(0, ranks)) for section in self.parts[name])
+        return (
+            value // self.shared[name] * max(1, self.shared[name] // ranks)
+            if name in self.shared
+            else value // ranks
+        )
+
+
+def find_counts(split: SlicedRegion, ranks: int = 2, others: Sequence[RecordedRegion] = ()) -> Counts:
+    """Return the fewest attributes that have to be divided for `ranks` ranks.
+
+    Args:
+        split: of the region.
+        ranks: their number.
+        others: the region in other calls, whose outputs must be right, too.
+
+    Raises:
+        NotDerived: no attributes that the code reads make the sum right.
+    """
+    region, sizes, parts = split.findings.region, _sizes(split), _sums_of_sections(split)
+    candidates = {
+        name: value
+        for name, value in read_integers(region).items()
+        if (value in sizes and value % ranks == 0) or value in parts
+    }
+    reason, runs = "", 0
+
+    def is_right(names: Iterable[str]) -> bool:
+        nonlocal reason, runs
+        runs += 1
+        chosen = {name: candidates[name] for name in names}
+        counts = Counts(chosen, {name: parts[value] for name, value in chosen.items() if value in parts})
+        for call in (region, *others):
+            expected = call.run().detach()
+            try:
+                total = split.output_sum(ranks, counts.local(ranks), call)
+            except _ERRORS as error:
+                reason = f"{type(error).__name__}: {str(error)[:150]}"
+                return False
+            if total.shape != expected.shape:
+                reason = f"the output has shape {tuple(total.shape)}, not {tuple(expected.shape)}"
+                return False
+            difference = _difference(total, expected)
+            if difference > _TOLERANCE:
+                reason = f"the ranks' sum is off by {difference:.1e}"
+                return False
+        return True
+
+    def result(names: Iterable[str]) -> Counts:
+        values = {name: candidates[name] for name in names}
+        return Counts(values, {name: parts[value] for name, value in values.items() if value in parts})
+
+    if is_right(()):
+        return result(())
+    if is_right(candidates):
+        names = list(candidates)
+        for name in candidates:
+            fewer = [other for other in names if other != name]
+            names = fewer if is_right(fewer) else names
+        return result(names)
+    for size in range(1, len(candidates)):
+        for names in itertools.combinations(candidates, size):
+            if runs < _MOST_RUNS and is_right(names):
+                return result(names)
+    listed = ", ".join(f"{name} = {value}" for name, value in candidates.items()) or "none"
+    raise NotDerived(f"no counts that its code reads ({listed}) make the sum over the ranks right: {reason}")
+
+
+def find_shared_counts(split: SlicedRegion, counts: Counts, heads: int) -> dict[str, int]:
+    """Return which of `counts` count `heads` shared heads, or rows of them, with the number of heads.
+
+    They are those with which the sum is right for twice as many ranks as heads, of which two share each head.
+
+    Raises:
+        NotDerived: no such choice makes the sum right.
+    """
+    region, ranks = split.findings.region, 2 * heads
+    if split.units % ranks:
+        return {}
+    expected = region.run().detach()
+    queries = {name: split.units // ranks for name in QUERIES_PER_GROUP if hasattr(region.module, name)}
+    names = [name for name, value in counts.values.items() if value % heads == 0 and name not in counts.parts]
+    for size in range(len(names) + 1):
+        for chosen in itertools.combinations(names, size):
+            shared = replace(counts, shared=dict.fromkeys(chosen, heads))
+            try:
+                total = split.output_sum(ranks, queries | shared.local(ranks))
+            except _ERRORS:
+                continue
+            if total.shape == expected.shape and _difference(total, expected) < _TOLERANCE:
+                return dict(shared.shared)
+    raise NotDerived(
+        f"no counts make the sum right for {ranks} ranks, of which two share each of {heads} heads"
+    )
+
+
+def _difference(total: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((total - expected).abs().max()) / float(expected.abs().max())
+
+
+def _sizes(split: SlicedRegion) -> set[int]:
+    """Return the numbers that an attribute of the code may count: units, rows of sections, offsets, widths."""
+    found, sizes = split.findings, {split.units}
+    for name, (dim, sections) in split.layout.sharded.items():
+        if name in found.parameters:
+            sizes.add(found.parameters[name].shape[dim])
+        sizes |= {size for section in sections if section.slices > 1 for size in section}
+        sizes |= set(itertools.accumulate(section.rows for section in sections))
+    sizes |= {found.parameters[name].shape[output.inputs] for name, output in found.outputs.items()}
+    return sizes
+
+
+def _sums_of_sections(split: SlicedRegion) -> dict[int, Sequence[Section]]:
+    """Return consecutive sections that are divided differently, by the sum of their rows."""
+    sums: dict[int, Sequence[Section]] = {}
+    for _, sections in split.layout.sharded.values():
+        for first, end in itertools.combinations(range(len(sections) + 1), 2):
+            part = sections[first:end]
+            if len({section.slices for section in part}) > 1:
+                sums.setdefault(sum(section.rows for section in part), part)
+    return sums

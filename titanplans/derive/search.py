@@ -1,0 +1,179 @@
+"""Derive a plan: write it, prove it, and let the proof decide what the dataflow leaves open. Start at `derive`."""
+
+import copy
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from titanplans.derive.analyse import ModelSplit, analyse
+from titanplans.derive.base import shorten
+from titanplans.derive.write import Choices, Source, has_split_arguments, write_plan
+from titanplans.errors import PlanError, UserError
+from titanplans.plan.degrees import Degrees
+from titanplans.plan.plan import TPPlan
+from titanplans.proof import verify
+from titanplans.proof.report import Report
+
+_MOST_PROOFS = 9
+"""Proofs after which the search ends without a proved plan."""
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A derived plan.
+
+    Attributes:
+        text: the file of its class.
+        plan: the class.
+        report: of the last proof; None if the last attempt was refused before it ran.
+        notes: what stays unsplit or replicated, and why.
+        proofs: number of proofs that ran.
+    """
+
+    text: str
+    plan: type[TPPlan]
+    report: Report | None
+    notes: tuple[str, ...]
+    proofs: int
+
+    @property
+    def is_proved(self) -> bool:
+        return self.report is not None and self.report.passed
+
+
+def derive(
+    model_fn: Callable[[], nn.Module],
+    name: str = "DerivedPlan",
+    *,
+    other_fn: Callable[[], nn.Module] | None = None,
+    degrees: Sequence[int | Degrees] | None = None,
+    conditions: str = "each",
+    register: str | None = None,
+    exclude: Sequence[str] = (),
+) -> Derived:
+    """Derive a plan for a model from its dataflow, and prove it.
+
+    Args:
+        model_fn: returns the model, with random weights, on the CPU.
+        name: of the class.
+        other_fn: returns the same architecture with other sizes. None: sizes are written as attributes that have these
+            values in one model, which may be chance.
+        degrees: that are proved, as in `verify`; None: those that the model allows.
+        conditions: that are proved, as in `verify`.
+        register: model type for which the written class is registered; None: it is not.
+        exclude: model types whose registered plans are not taken as a base of the class.
+
+    Raises:
+        PlanError: the unsplit model does not run, draws random numbers or overflows, or nothing in it can be split.
+    """
+    split = analyse(_in_float64(model_fn()))
+    other = None if other_fn is None else analyse(_in_float64(other_fn()))
+    if all(kind.split is None for kind in split.kinds):
+        raise PlanError(_nothing_split(split))
+    choices, tried, proofs = Choices(), set[Choices](), 0
+    while True:
+        tried.add(choices)
+        source = write_plan(split, name, choices, other)
+        report, reason = _prove(model_fn, source, degrees=(2,), conditions="plain")
+        proofs += 1
+        if not reason:
+            source = shorten(source, source.execute(), split.model, exclude)
+            report, reason = _prove(model_fn, source, degrees, conditions)
+            proofs += 1
+        following = [choice for choice in _reactions(split, choices, reason) if choice not in tried]
+        if not reason or not following or proofs >= _MOST_PROOFS:
+            break
+        choices = following[0]
+    text = source.render(_docstring(split, choices), register=register)
+    return Derived(text, source.execute(), report, tuple(_notes(split, choices, reason)), proofs)
+
+
+def _prove(
+    model_fn: Callable[[], nn.Module],
+    source: Source,
+    degrees: Sequence[int | Degrees] | None,
+    conditions: str,
+) -> tuple[Report | None, str]:
+    """Return the report of a proof, or None if the plan is refused; and why it failed, "" if it passed."""
+    try:
+        report = verify(model_fn, source.execute(), degrees=degrees, conditions=conditions)
+    except UserError as error:
+        return None, str(error)
+    return report, "" if report.passed else report.table()
+
+
+def _in_float64(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model).to(torch.float64)
+
+
+def _nothing_split(split: ModelSplit) -> str:
+    reasons = (
+        "; ".join(f"{kind.region.name}: {kind.reason}" for kind in split.kinds)
+        or "its blocks have no regions"
+    )
+    return (
+        f"no plan is derived for {type(split.model).__name__}: {reasons}; write one by hand (docs/plans.md)"
+    )
+
+
+def _reactions(split: ModelSplit, choices: Choices, reason: str) -> list[Choices]:
+    """Return what to try after a proof that failed for `reason`, best first."""
+    found: list[Choices] = []
+    balance = "load_balancing_loss_func"  # transformers' name
+    if "adds a loss to the cross entropy" in reason and hasattr(
+        sys.modules[type(split.model).__module__], balance
+    ):
+        found.append(replace(choices, counted_once=balance))
+    closing = frozenset(kind.region.name for kind in split.kinds if kind.closes)
+    key = re.search(r"plan key '([^']+)'", reason)
+    relative = re.sub(r"^.*?\.\d+\.", "", key[1]) if key else ""
+    if "interleaved=True" in reason and key:
+        owners = [kind.region.name for kind in split.kinds if relative.startswith(f"{kind.region.name}.")]
+        names = frozenset(relative.removeprefix(f"{owner}.") for owner in owners)
+        found.append(replace(choices, interleaved=choices.interleaved | names))
+    if "all_tokens=True" in reason:
+        found.append(replace(choices, embeds_all_tokens=True))
+    if "may_gather=True" in reason:
+        names = frozenset(kind.region.name for kind in split.kinds if kind.mixes_tokens)
+        found.append(replace(choices, may_gather=choices.may_gather | names))
+    if "leave the sum to the region's exit" in reason:
+        names = frozenset(name for name in closing if relative.startswith(f"{name}."))
+        found.append(replace(choices, sum_at_exit=choices.sum_at_exit | names))
+    if "shape" in reason or "view" in reason:
+        found.append(replace(choices, ends_stream=True))
+    found.append(replace(choices, sum_at_exit=closing))
+    by_argument = frozenset(kind.region.name for kind in split.kinds if has_split_arguments(kind))
+    found.append(replace(choices, unsplit=choices.unsplit | by_argument))
+    found.append(replace(choices, ends_stream=True, sum_at_exit=closing))
+    place = re.search(r"(?:first wrong at|does not run, in) ([\w.]+)", reason)
+    if place:
+        name = re.sub(r"^.*?\.\d+\.", "", place[1])
+        wrong = frozenset(
+            kind.region.name
+            for kind in split.kinds
+            if name == kind.region.name or name.startswith(f"{kind.region.name}.")
+        )
+        found.append(replace(choices, unsplit=choices.unsplit | wrong))
+    return found
+
+
+def _docstring(split: ModelSplit, choices: Choices) -> str:
+    names = [
+        kind.region.name for kind in split.kinds if kind.split is None or kind.region.name in choices.unsplit
+    ]
+    unsplit = f" Not split: {', '.join(dict.fromkeys(names))}." if names else ""
+    return f"Derived from the dataflow of {type(split.model).__name__}.{unsplit}"
+
+
+def _notes(split: ModelSplit, choices: Choices, reason: str) -> list[str]:
+    notes = [
+        f"{kind.region.name} ({type(kind.module).__name__}) is not split: {kind.reason}"
+        for kind in split.kinds
+        if kind.split is None
+    ]
+    notes += [f"{name} is not split: the proof failed with it" for name in sorted(choices.unsplit)]
+    return [*notes, *([f"not proved: {reason}"] if reason else [])]
