@@ -1,4 +1,4 @@
-"""[quantize.linear.float8] of a job: how it is read, and errors before anything starts."""
+"""[quantize.linear.float8] of a job: how its options are read, and errors before anything starts."""
 
 import pytest
 
@@ -47,7 +47,7 @@ def test_the_section_becomes_options_of_the_strategy(load):
 
 
 def test_torchtitans_template_loads_without_float8(load):
-    """torchtitan's config files have the filter, but enable float8 elsewhere."""
+    """torchtitan's config files set the filter in this section, but enable float8 in another."""
     assert strategy_of(load("filter_fqns = ['output']", model="converters = []")).float8.recipe_name is None
 
 

@@ -68,7 +68,7 @@ def test_a_model_that_changes_its_logits_gets_their_loss_and_a_log_line(caplog):
     assert message.startswith(
         "the loss is computed from logits, not in the head (loss.fused is unset): after its head "
     )
-    assert "switch" not in message  # fusing is not requested
+    assert "switch" not in message  # that advice is only for jobs that request fusing
     expected, _ = losses(False, model)
     assert actual == expected
 

@@ -1,4 +1,4 @@
-"""The last step as a Hugging Face folder, export of checkpoints, import of folders: weights stay the same bit for bit."""
+"""Hugging Face folders of the last step, exported checkpoints, and imported folders have bit-identical weights."""
 
 import contextlib
 import json
@@ -83,7 +83,9 @@ def test_a_finished_job_is_not_trained_again(job, at):
     assert "step-2 is complete: the job has taken its training.steps = 2" in job.out
     assert job.run(*options, "--lora.rank=8") == 2
     assert "step-2 is the end of a finished job with other options (lora.rank = unset, now 8)" in job.err
-    with locked(build_job({"job.dump_folder": str(job.folder / "out")})):  # as if another job trained there
+    with locked(
+        build_job({"job.dump_folder": str(job.folder / "out")})
+    ):  # as if another job were training there
         assert job.run(*options) == 2
     assert "another job writes to" in job.err
     assert job.run("--training.steps=3", "--checkpoint.load_step=2", IN_HF) == 2
@@ -132,7 +134,7 @@ def test_an_exported_folder_is_pushed_with_a_card_that_says_how_it_was_trained(j
     with hub_server() as hub:
         monkeypatch.setattr(
             constants, "ENDPOINT", hub.address
-        )  # read from HF_ENDPOINT once, when it is imported
+        )  # huggingface_hub reads HF_ENDPOINT once, when it is imported
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         status, message = run(capsys, *command)
     assert status == 0, message
@@ -279,7 +281,7 @@ TEMPLATE += "{% if add_generation_prompt %}assistant: {% endif %}"
 
 
 def test_the_folder_has_the_chat_template_that_the_job_trained_with(tmp_path, capsys):
-    """The template of the base model is neither in a file nor in tokenizer_config.json."""
+    """Neither the folder's template file nor its tokenizer_config.json has the base model's template."""
     job = Job(tmp_path)
     shutil.copytree(default_tokenizer_path(), tmp_path / "tokenizer")
     config = tmp_path / "tokenizer" / "tokenizer_config.json"

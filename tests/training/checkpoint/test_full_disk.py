@@ -1,4 +1,4 @@
-"""A full disk when a job writes metrics or its log ends the job in one line, as at a save."""
+"""If the disk is full when a job writes metrics or its log, the job ends with a one-line error, as it does at a save."""
 
 import contextlib
 import errno

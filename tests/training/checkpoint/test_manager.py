@@ -1,4 +1,4 @@
-"""Checkpoints of jobs on several ranks: going back, values that are not finite, full disks, other degrees."""
+"""Checkpoints of jobs on several ranks: starts from older steps, non-finite values, full disks, and other degrees."""
 
 import gc
 import math
@@ -33,7 +33,7 @@ def names(path: Path) -> list[str]:
 
 
 def goes_back(rank: int, folder: Path) -> dict:
-    """Start from step 4 of a job of 8 steps in a new folder, and resume there as a launcher restarts it."""
+    """Start a job in a new folder from step 4 of a job of 8 steps, resume it, and resume it again as a launcher does."""
     results = {"uninterrupted": train(*dense("straight", "--checkpoint.keep_latest_k=0"))[0].losses()}
     start = f"--checkpoint.initial_load_path={folder}/straight/checkpoint/step-4"
     again = dense("again", "--checkpoint.keep_latest_k=2", start, "--checkpoint.no-initial_load_model_only")
@@ -79,7 +79,7 @@ def changed_options(rank: int, folder: Path) -> dict:
 
 
 def poisoned_at(*steps: int):
-    """Return a `prepare` that makes the gradient of rank 1 not finite at these steps."""
+    """Return a function `prepare` that makes the gradient of rank 1 non-finite at `steps`."""
 
     def prepare(trainer) -> None:
         real = trainer.forward_backward_step
@@ -247,7 +247,7 @@ def test_a_checkpoint_resumes_at_any_degree(resumed_at, degrees):
     differing, losses = resumed_at[degrees]
     assert not differing
     uninterrupted = {step: loss for step, loss in resumed_at["uninterrupted"].items() if step > 4}
-    # float32: sums over other counts of ranks round in another order.
+    # float32: sums over another number of ranks round differently.
     assert losses == pytest.approx(uninterrupted, rel=1e-5)
     if degrees == "tp 2 x fsdp 2":
         assert losses == uninterrupted

@@ -1,4 +1,4 @@
-"""A job that loses ranks is restarted, by our launcher and by torchrun; ranks end after a killed launcher."""
+"""A job that loses ranks is restarted, by our launcher and by torchrun; if the launcher is killed, its ranks end."""
 
 import os
 import signal

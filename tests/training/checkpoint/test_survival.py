@@ -1,4 +1,4 @@
-"""Twenty faults at random moments: every loss as in an undisturbed run. `make survive` injects more."""
+"""After twenty faults at random moments every loss equals that of an undisturbed run. `make survive` injects more."""
 
 import sys
 

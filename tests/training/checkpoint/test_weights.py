@@ -1,4 +1,4 @@
-"""Jobs that start from a Hugging Face folder: model, tokenizer, weights; resuming; errors before the start."""
+"""Jobs that start from a Hugging Face folder: model, tokenizer and weights, resumed jobs, and errors before the start."""
 
 import functools
 import json
@@ -23,14 +23,14 @@ from titanplans.training.data.vocabulary import default_tokenizer_path
 
 
 def save_hugging_face(config: Path, folder: Path) -> None:
-    """Save a model of this config.json by transformers, and a tokenizer, in `folder`."""
+    """Save a tokenizer, and with transformers a model of this config.json, in `folder`."""
     kernels.install("cpu")
     modeling.build_real(modeling.load_config_file(config)).save_pretrained(folder)
     shutil.copy(Path(default_tokenizer_path()) / "tokenizer.json", folder)
 
 
 def starts(rank: int, folder: Path) -> dict:
-    """Return the weights of a job on two ranks before its first step, and the losses of the job and of its prolongation."""
+    """Return a job's weights before its first step on two ranks, its losses, and those after it is resumed for longer."""
     results = {}
     published = folder / "published"
     start = (f"--checkpoint.initial_load_path={published}", "--checkpoint.initial_load_in_hf")
@@ -72,7 +72,7 @@ def test_a_checkpoint_takes_precedence_over_the_folder(started):
     assert not any("read 20 tensors" in line for line in started["said"])
 
 
-# ---------------------------------------------------------------- by the command line
+# ---------------------------------------------------------------- from the command line
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_a_longer_context_than_that_of_the_weights(job, monkeypatch):
     assert "seq_len = 3072 exceeds the model's max_position_embeddings = 2048" in job.out
     assert job.run(*options, longer, "--job.dump_folder=longer", "--training.seq_len=3072") == 0, job.err
     assert "exceeds" not in job.out
-    # The folder of checkpoints has the model of the first job.
+    # The checkpoints in dump_folder are of the first job's model.
     assert refusal(job, *options, longer).endswith("name another folder, or return to that model")
     at = job.folder / "longer" / "checkpoint" / "step-2"
     assert main(["export", str(at), str(job.folder / "exported"), "--base", str(job.folder / "gla")]) == 0

@@ -1,4 +1,4 @@
-"""A job in which some parameters get no gradient, such as a vision tower under text alone, resumes from its checkpoints."""
+"""A job in which some parameters get no gradient, such as a vision tower without images, resumes from its checkpoints."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""Every document is read once per epoch, for any batch, ranks, workers, packing and resume."""
+"""Every document is read once per epoch, for any batch size, ranks, workers and packing, also after a resume."""
 
 import multiprocessing
 import os
@@ -19,7 +19,10 @@ from titanplans.split.objects import gather_objects
 
 SEQ_LEN = 24
 SOURCES = {"a": (57, "0123456789", 3), "b": (23, "uvwxyz", 17), "c": (6, "klmn", 40)}
-"""Count of documents, letters, and minimum of words in a document; the longest of each source is longer than a sequence."""
+"""By source: the number of documents, their letters, and the fewest words of a document.
+
+The longest document of each source is longer than a sequence.
+"""
 
 
 def texts(name):

@@ -1,4 +1,4 @@
-"""The loader: its batches, its ranks, and that it resumes exactly where it stopped."""
+"""The loader's batches on all ranks, and that it resumes exactly where it stopped."""
 
 import json
 import os
@@ -30,7 +30,7 @@ from titanplans.training.launch.orphans import end_with_rank
 # document.
 TEXTS = [f"def f{i}(x):\n" + f"    return x + {i}\n" * (1 + 7 * i % 5) for i in range(30)]
 SEQ_LEN, BATCH = 16, 2
-# Conversations of at most 17 tokens, of which some sequences hold two, and one that is too long.
+# Conversations of at most 17 tokens, so that two fit into some sequences, and one conversation that is too long.
 CHATS = [
     [{"role": "user", "content": f"f{i}" * (1 + i % 3)}, {"role": "assistant", "content": f"x + {i}"}]
     for i in range(30)
@@ -50,7 +50,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory):
-    """Return configs of 30 documents as text files, rows and a streamed data set of four files; and of conversations."""
+    """Return configs of 30 documents (text files, rows, a streamed data set of four files) and of conversations."""
     root = tmp_path_factory.mktemp("corpora")
     for folder in ("text", "reader", "chats"):
         (root / folder).mkdir()
@@ -246,7 +246,7 @@ def test_resuming_tokenises_no_earlier_document(build, corpora, tokenizer, monke
     encoded.clear()
     next(iter(resumed))
     assert before > 30
-    # For each reader: the next documents, the one in which it stopped, and the one that may have the last label.
+    # Each reader also encodes again the document in which it stopped, and the one that may have the last label.
     assert len(encoded) <= after + 2 * 4
 
 
@@ -388,7 +388,7 @@ def test_a_worker_ends_only_when_its_rank_says_so(build, corpora):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_worker_whose_rank_ended_early_ends_at_once():
-    """If it looked up its parent only then, it would find another process, and live as long as that."""
+    """A worker that looked up its parent after the rank's end would find another process, and live as long as that one."""
     reading, writing = os.pipe()
     rank = os.fork()
     if rank == 0:

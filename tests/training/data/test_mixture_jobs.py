@@ -86,7 +86,7 @@ def test_a_job_ends_on_all_ranks_when_a_source_is_exhausted_and_is_saved(folder)
 
 
 def test_data_that_can_not_be_resumed_are_refused_before_the_model_is_loaded(folder):
-    """A file that was repaired after the position is not refused."""
+    """Another packing is refused; another sequence length is not."""
     from titanplans.config import load_job
     from titanplans.errors import DataError
     from titanplans.training.job.checks import check_job

@@ -1,4 +1,7 @@
-"""Mixtures: each sequence is of one source, chosen by weight, the same for any ranks; best fit; the end of a source."""
+"""Mixtures: each sequence has one source, which is chosen by weight and is the same for any number of ranks.
+
+Best-fit packing and sources that end are tested, too.
+"""
 
 from functools import partial
 from itertools import islice
@@ -22,7 +25,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Return sources that can be told apart: a has digits, b letters, and documents of other lengths."""
+    """Return two sources that can be told apart: a has digits, b has letters and longer documents."""
     folder = tmp_path_factory.mktemp("sources")
     for name, column, words, least in (("a", "text", "0123456789", 2), ("b", "body", "uvwxyz", 30)):
         rows = [{column: " ".join((words * 20)[i : i + least + i % 40])} for i in range(80)]
@@ -44,7 +47,7 @@ def sequences(batches):
 
 
 def global_batches(loaders, steps):
-    """Return the sequences of some global batches, rank after rank."""
+    """Return the sequences of each of the first `steps` global batches, in the order of the ranks."""
     by_rank = [list(islice(iter(loader), steps)) for loader in loaders]
     return [sequences(batches[step] for batches in by_rank) for step in range(steps)]
 

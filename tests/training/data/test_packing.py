@@ -11,10 +11,10 @@ from titanplans.loss import IGNORED
 from titanplans.training.data.chat.chat import Tokens
 from titanplans.training.data.packing import pack, pack_best_fit, pack_conversations
 
-# Documents by their lengths: tokens are numbered consecutively, so that any gap, repeat or swap shows.
+# Lengths of documents. Their tokens are numbered consecutively, so that any gap, repeat or swap shows.
 lengths = st.lists(st.integers(0, 30), max_size=20)
 some_lengths = st.lists(st.integers(0, 40), max_size=90)
-# several times the sequences that are packed together
+# enough documents for several groups of sequences that are packed together
 many_lengths = st.lists(st.integers(0, 40), min_size=30, max_size=90)
 
 

@@ -1,4 +1,4 @@
-"""Every token is read once, and every global batch is the same, for any count of ranks, even if it changes."""
+"""Every token is read once and every global batch is the same for any number of ranks, even if the number changes."""
 
 import json
 from collections import Counter
@@ -17,7 +17,7 @@ from titanplans.training.data.positions import source_of as source_of_row
 
 
 class Corpus:
-    """Documents by their lengths: tokens are numbered consecutively, so that any gap, repeat or swap shows."""
+    """Documents of given lengths. Tokens are numbered consecutively, so that any gap, repeat or swap shows."""
 
     files = ()
     identity: ClassVar[dict[str, int]] = {"piece_bytes": 0}
@@ -42,7 +42,7 @@ def source_of(lengths):
 
 
 def run(source, position, slice_size, ranks, workers, seq_len, steps):
-    """Return the sequences of some steps in order, and the position after them, as a checkpoint saves it."""
+    """Return the sequences of `steps` steps in order, and the position after them, as a checkpoint saves it."""
     by_step, positions = [[] for _ in range(steps)], []
     for rank in range(ranks):
         batch_slice = BatchSlice(slice_size, rank, ranks, workers)

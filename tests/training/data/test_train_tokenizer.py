@@ -1,4 +1,4 @@
-"""The committed tokenizer is as docs/data.md says, and its encoding is lossless."""
+"""The committed tokenizer is as docs/data.md describes it, and its encoding is lossless."""
 
 import json
 from pathlib import Path

@@ -103,7 +103,7 @@ def test_degrees_have_to_fit_the_processes_and_the_model(job, world_size, option
 
 
 def test_the_experts_have_to_fit_the_ranks(job):
-    """If the shard degree is not set, it is what the experts need; a given one is not changed."""
+    """An unset shard degree becomes the one that the experts need; a set one is not changed."""
     options = {"model__name": "qwen3_moe", "parallelism__expert_parallel_degree": 4}
     assert fewest_processes(job(**options)) == 4
     assert fewest_processes(job(**options, parallelism__tensor_parallel_degree=2)) == 4
@@ -198,7 +198,7 @@ def test_autocast_of_linear_attention_on_a_cpu_is_refused(job, options, message)
 
 
 def test_wandb_has_to_be_installed(job, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)  # Python's mark of a module that can't be imported
+    monkeypatch.setitem(sys.modules, "wandb", None)  # None makes an import fail
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "metrics.enable_wandb = true needs wandb, which is not installed" in refusal(
         job(metrics__enable_wandb="true")
@@ -368,7 +368,7 @@ def test_a_seed_checkpoint_is_saved_by_one_process(job):
 
 
 def test_the_model_is_refused_before_the_tokenizer_and_the_data(job, tmp_path):
-    """Tokenizer and data take seconds to read, and data on a hub half a minute of attempts."""
+    """Reading tokenizer and data takes seconds, and half a minute if a hub can't be reached."""
     (tmp_path / "config.json").write_text('{"model_type": "qwen33"}')
     message = refusal(
         job(model__config="config.json", model__hf_assets_path="/nowhere", training__dataset="a/b")

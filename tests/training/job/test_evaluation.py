@@ -35,7 +35,7 @@ def job(tmp_path):
 
 
 def evaluated(job, *options):
-    """Return the losses by source that the command prints, and its full output."""
+    """Return the losses that the command prints, by source, and its full output."""
     assert job.end(start(["evaluate", "job.toml", *options], job.folder)) == 0, job.err
     table = job.out.partition("source ")[2].splitlines()[1:]
     return {name: loss for name, loss, _ in map(str.split, table)}

@@ -1,4 +1,4 @@
-"""Every key of a job changes what the job is made of, or is read where it acts."""
+"""Every key of a job changes something that the job is built from, or is used directly by a file in `READERS`."""
 
 import ast
 from typing import Any, Literal, get_args, get_origin
@@ -19,7 +19,7 @@ READERS = (
     *("trainer/trainer.py", "trainer/loss.py", "trainer/model.py", "launch/processes.py"),
     *("launch/rank.py", "checkpoint/manager.py", "checkpoint/resume.py", "checkpoint/folder.py"),
 )
-"""Files that read single options, which `acting` does not return."""
+"""Files that use options directly; `acting` does not return these options."""
 PASSED_SECTIONS = ("metrics", "profiling", "lr_scheduler", "debug")
 """Sections that are passed as keyword arguments, so that unknown options raise."""
 
@@ -29,7 +29,7 @@ def configured(**options: object) -> JobConfig:
 
 
 def acting(job: JobConfig, world_size: int = 1) -> dict[str, Any]:
-    """Return what the options of a job become, except for the manifest of its checkpoints, which has every key."""
+    """Return what a job's options become. The manifest of its checkpoints is left out, because it has every key."""
     config = resolve.hf_config(job)
     keyword = documents.document_keyword(job, config)
     are_apart = documents.are_apart(job, keyword)
@@ -133,7 +133,7 @@ NEEDED = {
     },
 }
 
-# Keys that act elsewhere, with the test of each.
+# Keys that have an effect only elsewhere, with the test of each.
 ELSEWHERE = {
     "job.description": "test_config_load",
     "model.config": "below",

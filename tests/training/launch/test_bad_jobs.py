@@ -51,7 +51,7 @@ def drawing(count):
 
 @pytest.fixture
 def folder(tmp_path, tmp_path_factory, monkeypatch):
-    """Return a folder with a correct job; jobs in it are checked and not started."""
+    """Return a folder with a correct job, which is the current folder; jobs in it are checked but not started."""
     import datasets
     import huggingface_hub
 
@@ -108,7 +108,7 @@ def files():
 
 
 def check_load(*arguments):
-    """Do the same with `--print-config`: the job is parsed, but not checked against machine, data and model."""
+    """Do what `check_end` does with `--print-config`: the job is parsed, but not checked against machine, data and model."""
     before = time.process_time()
     status = check_end(*arguments, "--print-config")
     # A garbage collection may take seconds, but parsing that is quadratic in a long value takes minutes.
@@ -211,7 +211,7 @@ ONCE_WRONG = [
     ["--job.dump_folder", "$NOT_SET"],
     ["--training.steps", "a\nb"],
 ]
-"""Command lines that once ended in another way."""
+"""Command lines that once did not end in one error line."""
 
 
 @pytest.mark.parametrize("arguments", ONCE_WRONG)
@@ -257,7 +257,7 @@ DRAWN = {
     "command line": (load_command_line, st.lists(words(), max_size=3), 350, 2000),
     "values of each type": (check_job_file, options(), 120, 300),
 }
-"""Check, strategy, and number of examples: in every run, and for each of five seeds in an exhaustive run."""
+"""Check, strategy, number of examples in every run, and number for each of five seeds in an exhaustive run."""
 
 
 @pytest.mark.parametrize("seed", [None, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(5))])

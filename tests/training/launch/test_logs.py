@@ -1,4 +1,4 @@
-"""Which log lines of libraries are shown, and a log that is closed."""
+"""Which log lines of libraries are shown, and what happens if stdout is closed."""
 
 import logging
 
@@ -32,7 +32,7 @@ def test_a_job_continues_if_its_log_is_closed():
 
 
 def test_filtered_functions_exist_in_torchtitan():
-    """The functions exist in torchtitan, and each logs."""
+    """Otherwise a renamed function would no longer be hidden."""
     import inspect
 
     import torchtitan.distributed.utils

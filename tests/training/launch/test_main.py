@@ -26,7 +26,7 @@ def job(tmp_path):
 
 
 def as_a_user(arguments):
-    """Replace the process by one that imports everything itself, as for a user."""
+    """Replace this process by one that imports everything itself, as a user's process does."""
     os.environ["WANDB_MODE"] = "offline"
     os.execv(sys.executable, [sys.executable, str(TRAIN), *arguments[1:]])
 
@@ -35,7 +35,7 @@ def as_a_user(arguments):
 def test_a_killed_rank_ends_the_job_and_its_run_is_recorded(job):
     process = job.start("--metrics.enable_wandb", entry=as_a_user)
     job.wait_for_steps(process, 13)
-    first, *_, second = descendants(process.pid)  # between them is a process of wandb
+    first, *_, second = descendants(process.pid)  # between the two ranks is a process of wandb
     os.kill(second, signal.SIGKILL)
     killed = time.monotonic()
     assert job.end(process) == 1

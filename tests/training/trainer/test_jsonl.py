@@ -1,4 +1,4 @@
-"""metrics.jsonl: a resumed run is one run, and metrics that are not finite are valid JSON."""
+"""metrics.jsonl: a resumed run is recorded as one run, and non-finite metrics are written as valid JSON."""
 
 import json
 

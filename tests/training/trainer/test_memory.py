@@ -1,4 +1,7 @@
-"""A job that can't fit into memory by arithmetic is refused before a process starts; a large job logs its needs."""
+"""A job that needs more memory than there is, as computed from its sizes, is refused before a process starts.
+
+A job that needs much of the memory logs how much.
+"""
 
 import logging
 
@@ -133,7 +136,7 @@ def test_a_large_job_logs_its_memory(job, model, monkeypatch, caplog):
     (message,) = caplog.messages
     assert message.startswith("training.local_batch_size = 1024, seq_len = 64: the job needs at least 0.6 GB")
     assert message.endswith("and this machine has 1.0 GB")
-    # it would be 4 times the memory of one
+    # refused, because 4 processes need 4 times the memory of one
     assert "0.6 GB of memory in 4 processes" not in refusal(large, model, 4)
 
 
@@ -146,7 +149,7 @@ def test_memory_on_the_gpu_and_on_the_host_are_checked_separately(job, model, mo
     assert "and each GPU has 0.5 GB" in message
     check_memory(job("--training.local_batch_size", "512", "--loss.no-fused"), model, 8, "cuda")
     sizes["cpu"] = GB
-    # 20000 x 8 x 64 x 24 bytes: 0.25 GB a process
+    # 20000 x 8 x 64 x 24 bytes: 0.25 GB per process
     accumulated = job("--training.gradient_accumulation_steps", "20000")
     check_memory(accumulated, model, 2, "cuda")
     message = refusal(accumulated, model, 8, "cuda")

@@ -1,4 +1,4 @@
-"""The numbers of the log, and the memory that they report."""
+"""Logged metrics: how numbers are formatted, known peak FLOPS, and measured memory."""
 
 from types import SimpleNamespace
 
@@ -34,7 +34,7 @@ def test_three_significant_digits(value, text):
 
 
 class Memory(DeviceMemory):
-    """The memory of an accelerator, which a test sets."""
+    """The memory of an accelerator, whose values a test sets."""
 
     used = highest = 0
     is_host, total = False, 100

@@ -12,7 +12,7 @@ from tests.support.trained_jobs import DEGREE, train, write_inputs
 
 pytestmark = pytest.mark.thorough
 
-STEPS = "--training.steps=3"  # the second step is measured; of a pipeline, the second and the third
+STEPS = "--training.steps=3"  # the second step is measured; with a pipeline, the third, too
 CONTEXT = "--parallelism.context_parallel_degree=2"
 PIPELINE = "--parallelism.pipeline_parallel_degree=2"
 COMPILED = ("--compile.enable", "--compile.backend=aot_eager", "--compile.components=model,loss")
@@ -34,7 +34,7 @@ CASES = {
 }
 
 UNMEASURED = ("accumulated", "ddp", "float8", "pp")
-"""Cases trained again without a measured step. test_summary.py compares the steps of each strategy."""
+"""Cases that are trained again without a measured step. test_summary.py compares the steps of each strategy."""
 
 
 class Lines(logging.Handler):
@@ -50,7 +50,7 @@ class Lines(logging.Handler):
 
 
 def run(folder: Path, name: str, *options: str, measured: bool = True):
-    """Return losses and norms of a run, the report file after the first logged line and at the end, and the logged lines."""
+    """Return a run's losses and norms, its report file at the start and at the end, and the report's logged lines."""
     file = folder / name / "parallelism.json"
     states = []
 

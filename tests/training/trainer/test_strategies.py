@@ -1,4 +1,4 @@
-"""Jobs on two ranks under other strategies than the default have the losses of the default."""
+"""Jobs on two ranks with other strategies than the default have the same losses as with the default."""
 
 import itertools
 import json
@@ -16,7 +16,7 @@ from titanplans.errors import Diverged
 
 pytestmark = pytest.mark.thorough
 
-# The schedule of the full run, so that its first four steps are the same.
+# With the schedule of the full run, so that the first four steps are the same.
 STEPS = ("--training.steps=4", "--lr_scheduler.total_steps=8")
 DDP = ("--parallelism.data_parallel_strategy=ddp", "--parallelism.data_parallel_replicate_degree=2")
 TWICE = ("--training.local_batch_size=2", "--training.gradient_accumulation_steps=2")
@@ -35,7 +35,7 @@ DEFERRED = ("--parallelism.fsdp_defer_grad_sync=all", "--parallelism.fsdp_keep_g
 
 
 def counted(folder: Path, dump: str, *options: str):
-    """Return the losses of a run, and its counts of all-gathers and reduce-scatters."""
+    """Return the metrics of a run, and its counts of all-gathers and reduce-scatters."""
     with OperatorCounts() as count:
         recorder, _ = train(folder, "gla", dump, *STEPS, *options)
     return recorder, count.of("_allgather_base_"), count.of("_reduce_scatter_base_")

@@ -1,4 +1,4 @@
-"""Jobs on one and on two ranks: their logged metrics are compared."""
+"""Jobs on two ranks log the same metrics as jobs on one rank."""
 
 import math
 import os

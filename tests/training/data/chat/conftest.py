@@ -9,7 +9,7 @@ from titanplans.config.sections.data import Chat
 
 @pytest.fixture
 def chat(tmp_path):
-    """Return a function that makes a `Chat` with a template from its text."""
+    """Return a function that makes a `Chat` from the text of its template."""
 
     def chat(template=MARKED, **options):
         (tmp_path / "chat.jinja").write_text(template, encoding="utf-8")
@@ -20,7 +20,7 @@ def chat(tmp_path):
 
 @pytest.fixture
 def rows_file(tmp_path):
-    """Return a function that writes rows to a file and returns its path; a list is taken for the messages of a row."""
+    """Return a function that writes rows to a file and returns its path; a row may be a list of messages."""
 
     def write(*rows):
         rows = [row if isinstance(row, dict) else {"messages": row} for row in rows]

@@ -313,7 +313,7 @@ def test_arguments_given_as_text_are_not_quoted_twice(chat, template, arguments,
 
 
 def test_the_template_of_a_folder_may_have_marks(tmp_path):
-    """torchtitan's tokenizer compiles the template too, by a Jinja that does not know the tag."""
+    """torchtitan's tokenizer compiles the template too, in a Jinja environment that does not know the tag."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(default_tokenizer_path()) / name, tmp_path / name)
     values = json.loads((tmp_path / "tokenizer_config.json").read_text())
@@ -393,7 +393,7 @@ def test_conversations_that_are_too_long_are_dropped_or_truncated_and_counted(ch
         f"tokens count: 1 (the first: {path}, line 6); left out because they are too long: 2 (the first: {path}, line 5, "
         "127 tokens)"
     )
-    right = read(truncation="right")  # only the question remains of the first
+    right = read(truncation="right")  # of the too long LONG only the question remains
     assert len(right._corpus) == 5
     left = read(truncation="left")
     assert len(left._corpus) == 6
@@ -418,7 +418,10 @@ def test_a_streamed_corpus_counts_what_it_drops(chat, rows_file, tmp_path, caplo
 
 
 def test_keys_of_other_rows_are_not_added(chat, tmp_path):
-    """Arrow adds the keys of all objects to each, which a template would write as None. Before pyarrow 22 it sorts them."""
+    """Arrow adds the keys of all objects to each one, as None, and a template would write them.
+
+    Before pyarrow 22 Arrow also sorts the keys.
+    """
     template = "{% for t in tools %}{{ t | tojson }}{% endfor %}" + PLAIN
     tools = [[{"a": {"x": 1}, "name": "f"}], [{"a": {"y": [1, None]}, "name": "g"}]]
     table = pyarrow.table({"messages": [TALK, TALK], "tools": tools})

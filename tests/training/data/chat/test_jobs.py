@@ -44,7 +44,7 @@ def both_losses(folder: Path, *args: str) -> tuple[dict[int, float], dict[int, f
 
 
 def here() -> Path:
-    """Return the folder of the test, and use it for the cache too."""
+    """Return the folder of the test, after making `datasets` use a cache in it."""
     import datasets
 
     folder = Path(os.environ["TEST_FOLDER"])

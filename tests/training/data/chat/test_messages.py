@@ -1,4 +1,4 @@
-"""Conversations with other names of columns and keys: ShareGPT's, Alpaca's, and any others."""
+"""Conversations whose columns and keys have other names: ShareGPT's, Alpaca's, and any others."""
 
 import typing
 from pathlib import Path

@@ -126,7 +126,7 @@ def test_few_files_are_split_by_fragment_and_many_by_file(corpus):
 
 
 def test_a_file_that_is_not_utf8_is_named(corpus):
-    """The byte is counted from the start of the file, whatever its fragments."""
+    """The error counts bytes from the start of the file, not of a fragment."""
     line = "ü" * 50 + "\n"
     for text, byte in (
         (b"abc\nna\xefve\n", 6),
@@ -197,7 +197,7 @@ def parquet(**columns) -> bytes:
 
 A, INT = {"text": "a"}, "holds a value of type int where there should be texts"
 LATIN = pyarrow.Array.from_buffers(pyarrow.string(), 2, pyarrow.array([b"ok", b"na\xefve"]).buffers())
-NO_TEXT = {  # content of the second of two files, the first of which is good, and the message after its name
+NO_TEXT = {  # name and content of a bad file, which is read after a good one; the message that follows the name
     "numbers.jsonl": (jsonl({"text": 1}, {"text": 2}), rf", (line|row) 1 {INT}"),
     "booleans.jsonl": (jsonl({"text": True}), ", (line|row) 1 holds a value of type bool"),
     "a number.jsonl": (jsonl(A, A, {"text": 1}, A), rf", (line|row) 3 {INT}"),
@@ -305,7 +305,7 @@ def test_fragments_of_a_long_row_stay_in_one_split(corpus, kind):
 
 @pytest.fixture(params=["text", "rows", "stream", "uneven stream"])
 def source(request, corpus):
-    """Return a source of 45 documents: files, rows, streamed from 6 files, or from 5, which 6 readers can't share evenly."""
+    """Return a source of 45 documents: text files, rows, or a stream of 6 files or of 5, which is fewer than 6 readers."""
     if request.param == "text":
         for i, text in enumerate(TEXTS):
             (corpus / f"{i}.txt").write_text(text)
