@@ -1,4 +1,4 @@
-"""`titanplans async-tp`: architectures against the table of docs/generated/async_tp.md, messages and errors."""
+"""`titanplans async-tp`: its decisions equal the table of docs/generated/async_tp.md; its messages and errors."""
 
 import json
 
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("cpu_kernels")]
 
 
 def silent_progress(arguments):
-    """A progress display that shows nothing."""
+    """Show no progress."""
 
 
 @needs_torch_2_13("the page is of the graphs of 2.13")
@@ -42,7 +42,7 @@ def test_the_page_has_the_decisions(name):
     assert line in lines
     if decision is None:
         return
-    # The record of a training run has the same decisions for the captured blocks: the first, and one of each kind.
+    # A training run's record has the same decisions for the captured blocks, which are the first one of each kind.
     verdicts = [v for blocks in decision.blocks for v in blocks.collectives]
     recorded = [c for graph in record.graphs for c in graph]
     for became in ("fused", "overlapped"):
@@ -108,7 +108,7 @@ def test_a_job_is_decided_at_its_degree_and_its_length(tmp_path, capsys):
 
 
 class NormedMLP(nn.Module):
-    """An MLP with its norm inside its region, and a factor after its last product."""
+    """An MLP with a norm inside its region and a factor after its last matrix product."""
 
     def __init__(self):
         super().__init__()

@@ -108,7 +108,7 @@ def test_train_py_and_the_command_are_the_same(arguments):
     "arguments", ["--help", "train --help", "sweep configs/experiments/tp_variants.toml --dry-run"]
 )
 def test_a_closed_stdout_gives_no_traceback(arguments):
-    """As in `titanplans … | head`."""
+    """`titanplans … | head` closes stdout early."""
     ours, theirs = os.pipe()
     os.close(ours)
     result = subprocess.run(

@@ -11,7 +11,7 @@ from titanplans.training.trainer.jsonl import JsonlWriter
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Return a function that writes the metrics of a run: a loss for each step, and a validation every 4th step."""
+    """Return a function that writes the metrics of a run, with a loss for each step and a validation loss for every 4th."""
     monkeypatch.chdir(tmp_path)
 
     def write(folder: str, losses: list[float], file: str = "metrics.jsonl") -> str:
@@ -53,7 +53,7 @@ def test_the_curves_have_the_logged_values(run):
 
 
 def test_runs_are_drawn_in_one_chart_in_the_terminal(run, capsys):
-    """Each value is a character of its run on the line of its size, without colour codes if stdout is no terminal."""
+    """Each run is drawn with its own character, at the height of its values, and without colour if stdout is no terminal."""
     out = drawn(capsys, run("high", [8.0] * 8), run("low", [2.0] * 8))
     assert "\x1b" not in out
     assert out.splitlines()[:4] == ["* high", "o high, validation", "+ low", "x low, validation"]

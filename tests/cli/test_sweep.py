@@ -1,4 +1,4 @@
-"""`titanplans sweep`: the file and its cells, real jobs, resumed sweeps, limits and signals, and the table."""
+"""`titanplans sweep`: its file and cells, real jobs, resumed sweeps, time limits, signals, and the table."""
 
 import csv
 import json
@@ -194,7 +194,7 @@ def states() -> dict[str, str]:
 
 @pytest.mark.thorough
 def test_a_sweep_continues_after_a_failing_cell_and_resumes(write, tmp_path, capsys):
-    Job(tmp_path)  # its model and data
+    Job(tmp_path)  # writes the model and the data
     path = write(THREE, HEAD + "timing_skip_steps = 1\n")
     assert main(["sweep", path, "--dry-run"]) == 0
     out = capsys.readouterr().out
@@ -217,14 +217,14 @@ def test_a_sweep_continues_after_a_failing_cell_and_resumes(write, tmp_path, cap
     assert "failed: step 2:" in " ".join(text.split())
     assert Path("out/table.png").read_bytes().startswith(b"\x89PNG")
 
-    # A mistake is fixed; finished cells are not run again.
+    # After a mistake is fixed, finished cells are not run again.
     log = Path("out/first/log.txt").stat()
     path = write(THREE.replace("total_steps = 1", "warmup_steps = 2"), HEAD)
     assert main(["sweep", path]) == 1
     assert states() == {"first": "finished", "diverges": "failed", "contradicts": "finished"}
     assert Path("out/first/log.txt").stat() == log
 
-    # The base job changes after its cells were trained.
+    # The base job is changed after its cells were trained.
     (tmp_path / "base.toml").write_text(BASE.replace("steps = 3", "steps = 2"))
     capsys.readouterr()
     assert main(["sweep", path]) == 2

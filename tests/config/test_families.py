@@ -1,4 +1,4 @@
-"""TOML files of model families, in titanplans and other packages: contents, discovery, errors."""
+"""TOML files of model families, in titanplans and in other packages: their contents, their discovery, and errors."""
 
 import tomllib
 
@@ -76,7 +76,7 @@ def package(folder, name, file, entry):
 
 @pytest.fixture
 def uncached():
-    """Clear the cache of families, which a process otherwise reads once."""
+    """Clear the cache of families before and after a test; otherwise a process reads the files only once."""
     find_families.cache_clear()
     yield
     find_families.cache_clear()

@@ -1,4 +1,4 @@
-"""The model of a job by its name here or in torchtitan; an unknown one is refused before anything else is checked."""
+"""A job names its model as titanplans or torchtitan does; an unknown name is refused before anything else is checked."""
 
 from importlib import resources
 
@@ -10,7 +10,7 @@ from titanplans.config import ConfigError, load_job
 from titanplans.config.families import MODELS, find_flavor, read_family
 from titanplans.config.other_names import MODELS_OF_OTHERS
 
-# [model] in job files of torchtitan 0.2.2, and the same model here.
+# [model] in job files of torchtitan 0.2.2, and the same model in titanplans.
 TORCHTITAN = {
     ("llama3", "debugmodel"): ("llama", "debugmodel"),  # also in the file of its integration tests
     ("llama3", "8B"): ("llama", "3.1-8B"),
@@ -74,7 +74,7 @@ def test_the_command_line_overrides_the_flavor(job):
 
 @pytest.mark.parametrize("option", [[], ["--print-config"]], ids=["run", "print"])
 def test_the_model_is_refused_first_and_without_torch(job, tmp_path, option):
-    """The sizes of other packages are read too, since the name may be one of theirs."""
+    """The sizes of other packages are read before the refusal, because the name may be one of theirs."""
     (tmp_path / "sizes").mkdir()
     (tmp_path / "sizes" / "__init__.py").touch()
     install_entry_point(tmp_path, "titanplans.models", "sizes", "sizes")

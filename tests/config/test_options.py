@@ -1,4 +1,4 @@
-"""Options and jobs are read back from their dict and TOML, or refused by the name of an option."""
+"""Options and jobs are read back from their dict and TOML, or refused with an error that names an option."""
 
 import tomllib
 from types import NoneType
@@ -59,7 +59,7 @@ def constrained(hint, values):
 
 
 def values_of(hint):
-    """Return a strategy of values of a type that TOML can express."""
+    """Return a strategy for those values of type `hint` that TOML can express."""
     return option_values.values_of(hint, LEAVES, constrained)
 
 
@@ -96,7 +96,9 @@ def test_any_job_is_read_back_from_its_toml_or_refused_by_option(data, chosen):
     try:
         job = build_job(values)
     except OptionError as error:
-        names = error.option.split(".")  # a key, or one of a list of tables
+        names = error.option.split(
+            "."
+        )  # the name of a key, perhaps followed by that of an option in a list of tables
         assert {".".join(names[:n]) for n in (2, 3, len(names))} & set(keys())
         return
     parsed = ParsedKeys()

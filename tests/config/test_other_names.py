@@ -1,4 +1,4 @@
-"""Keys of torchtitan up to 0.2.2 and of flame: each is accepted, renamed with a note, or refused by name."""
+"""Keys of torchtitan up to 0.2.2 and of flame: each is accepted, renamed with a note, or refused with the reason."""
 
 import pytest
 import tomli_w
@@ -112,7 +112,6 @@ def test_every_key_of_other_tools_is_known(listing):
 
 
 def test_no_key_is_both_accepted_and_refused():
-    # A degree above 1 is refused but still a key of the job, because the world size depends on it.
     assert not set(keys()) & set(REFUSED)
     assert not set(keys()) & set(RENAMED)
     assert not set(RENAMED) & set(REFUSED)
@@ -125,7 +124,7 @@ ANOTHER = {bool: lambda value: not value, int: lambda value: value + 7, str: lam
 @pytest.mark.parametrize("old", RENAMED)
 def test_a_renamed_key_is_read_with_a_note(load, old):
     key = keys()[RENAMED[old].to]
-    # Unset keys get numbers, names or a choice; for the others their default is enough.
+    # A key whose default is None gets a number, a choice or a name; every other key gets its default.
     unset = {"seed": 2, "prefetch_factor": 2, "recipe_name": "rowwise"}.get(key.name, "name")
     value = unset if key.default is None else key.default
     extra = (
@@ -155,7 +154,7 @@ def test_a_refused_key_is_accepted_if_it_has_no_effect(load, key):
 
 
 def effective_value(key: str) -> object:
-    """Return a value of a refused key that would have an effect."""
+    """Return a value with which the refused `key` would have an effect."""
     off = REFUSED[key].off
     return ["x"] if off and isinstance(off[0], list) else ANOTHER[type(off[0])](off[0]) if off else "x"
 
@@ -178,7 +177,7 @@ def test_a_refused_key_is_refused_by_name_with_the_reason(load, key):
         values[switch] = ON[switch]
     elif switch is not None:
         values[switch] = effective_value(switch)
-        refused = switch  # it is not supported either
+        refused = switch  # the switch is not supported either
     message = refusal(load, values, kind=ConfigError)
     assert f"{refused} = " in message
     assert message.endswith(f"is not supported: {REFUSED[refused].reason}")
@@ -189,7 +188,7 @@ OURS = {
     "parallelism.pipeline_parallel_schedule": "Interleaved1F1B",
     "parallelism.pipeline_parallel_microbatch_size": 2,
 }
-"""Values other than the default for keys that titanplans has too; for the others a list."""
+"""Non-default values of keys that titanplans has, too. Other keys get a list."""
 
 
 @pytest.mark.parametrize("key", REQUIRES_SWITCH)
@@ -207,7 +206,7 @@ def test_a_key_without_its_switch_is_accepted_with_a_note(load, key):
 
 
 def test_keys_without_effect_give_one_note(load):
-    """torchtitan's own job files have them with a degree of 1, no converter and no recipe."""
+    """torchtitan's own job files have such keys, next to a degree of 1 and without a converter or a recipe."""
     job = load(
         {
             "parallelism.tensor_parallel_degree": 8,
@@ -250,7 +249,7 @@ def test_the_command_line_overrides_a_refused_key_of_the_file(load):
 @pytest.mark.parametrize(
     ("values", "arguments", "key"),
     [
-        # It is refused before the keys that the module adds.
+        # The key that names the module is refused before the keys that the module adds.
         ({"job.custom_config_module": "a.b", "data.max_patches_per_image": 1}, [], "job.custom_config_module"),
         ({"training.context_len": 64}, ["--training.varlen"], "training.context_len = 64"),
         ({"training.data_probs": "0.7,0.3"}, [], "training.data_probs.*data.sources"),

@@ -73,7 +73,7 @@ COMPILED, LOSS_ALONE = {"enable": True}, {"enable": True, "components": ["loss"]
         (FSDP2Config, {"compile": {"enabel": True}}, "compile.enabel"),
         (FSDP2Config, {"enable_fsdp2_prefetch": True}, "enable_fsdp2_prefetch"),
         (FSDP2Config, {"tp_plan": "gla", "plan": "gla"}, "plan"),
-        # Automodel's bool under the new name
+        # a bool is valid only under Automodel's name of this option
         (
             FSDP2Config,
             {"fsdp_defer_grad_sync": True},

@@ -1,4 +1,4 @@
-"""Types of options: which TOML values and which command-line texts fit each, and which are refused."""
+"""For each type of option: which TOML values and which command-line texts are accepted, and which are refused."""
 
 from typing import Annotated, Literal
 

@@ -1,4 +1,4 @@
-"""`titanplans verify` in this process: every kind of subject, and its errors."""
+"""`titanplans verify` in this process: every kind of subject, and errors."""
 
 import dataclasses
 import json
@@ -109,7 +109,7 @@ ONE_CASE = ("--tp", "2", "--loss-parallel", "--sequence-parallel")
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Return a folder of the user on sys.path, as with `python -m`."""
+    """Return a user's folder that is the current one and is on sys.path, as with `python -m`."""
     (tmp_path / "qwen3.json").write_text(json.dumps(QWEN3))
     (tmp_path / "olmo.json").write_text(json.dumps(OLMO))
     (tmp_path / "own_plans_of_test_verify.py").write_text(OWN)
@@ -174,7 +174,7 @@ def test_the_full_grid_as_text(command):
         if line_of_case not in lines_of_cases[:at]
     ]
     choices = [[loss, sequence] for loss in LAYOUTS for sequence in LAYOUTS]
-    # At degree 4 ranks share key/value heads; without TP its options have no effect.
+    # At degree 4 ranks share key/value heads. Without TP, the options of TP have no effect.
     by_weights = [[tp, cp, *c] for tp, cp in (("2", "1"), ("4", "1"), ("2", "2")) for c in choices]
     assert sorted(lines_of_cases) == sorted([*by_weights, ["1", "2", "sharded", "sharded"]])
     assert "not proved: tp 8: tensor_parallel_degree = 8 does not divide num_attention_heads = 4" in out
@@ -254,7 +254,7 @@ def test_a_dict_plan_for_a_model_of_unknown_structure(command):
     status, out, err = command("verify", *arguments)
     assert (status, err) == (0, "")
     assert "collectives are not counted: there is no list of blocks" in out
-    # a width of 12 gives no shard to each of 8 ranks
+    # without degree 8, because a width of 12 has no shard for each of 8 ranks
     assert out.splitlines()[-1].startswith("proved: 14 cases")
 
 

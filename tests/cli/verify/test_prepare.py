@@ -38,13 +38,18 @@ def named(name, flavor):
 @pytest.mark.parametrize(
     ("source", "layers", "blocks", "all_blocks"),
     [
-        (lambda: named("qwen3", "0.6B"), None, 2, 28),  # equal blocks, but the stream begins at the first
+        (
+            lambda: named("qwen3", "0.6B"),
+            None,
+            2,
+            28,
+        ),  # the blocks are equal, but the stream begins at the first one
         (lambda: named("qwen3", "0.6B"), 5, 5, 28),
         (lambda: named("qwen3", "debug"), 4, 4, 4),
         (lambda: named("gemma3_text", "debug"), None, 2, 4),  # a sliding window, then full attention
         (lambda: named("gemma3_text", "1B"), None, 6, 26),  # five sliding windows, then full attention
         (lambda: named("gemma3", "4B"), None, 6, 34),
-        (lambda: named("rwkv7", "debug"), None, 2, 4),  # blocks depend on the number of blocks
+        (lambda: named("rwkv7", "debug"), None, 2, 4),  # each block depends on the number of blocks
         (hybrid, None, 3, 8),
         (hybrid, 2, 2, 8),
     ],

@@ -39,12 +39,15 @@ ONE_CASE = ("--tp", "2", "--loss-parallel", "--sequence-parallel")
 
 
 def run(folder: Path, *command: str, **environment: str) -> tuple[int, str, str]:
-    """Run `command` in `folder` with this project importable: the installed titanplans, or a module of Python."""
+    """Run `command`, which is `titanplans` or a Python module, in `folder`; return its status, stdout and stderr.
+
+    The project is importable.
+    """
     inherited = {
         k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "TORCHDYNAMO_DISABLE")
     }
     arguments = ["-m", *command]
-    if command[0] == "titanplans":  # installed elsewhere, and its folder is first on sys.path
+    if command[0] == "titanplans":  # as installed in another folder, which is then the first on sys.path
         installed = folder / "bin" / "titanplans"
         installed.parent.mkdir(exist_ok=True)
         installed.write_text("from titanplans.cli.main import run\n\nif __name__ == '__main__':\n    run()\n")
@@ -77,7 +80,7 @@ def test_a_wrong_plan_of_the_user_exits_with_1_and_is_named(tmp_path):
 
 @pytest.mark.thorough
 def test_several_models_are_proved_at_the_same_time(tmp_path):
-    """`--all`, here for three small models, on two cores or more: texts are not mixed, the last line has the counts."""
+    """With `--all`, reports are not mixed, and the last line has the sums. Here `--all` means three small models."""
     (tmp_path / "few.py").write_text(FEW)
     status, out, _ = run(tmp_path, "few", "verify", "--all", "--quick", *ONE_CASE)
     assert status == 0
@@ -151,7 +154,7 @@ def stopped(folder: Path, arguments: list[str], until: str) -> tuple[int, str, s
 @pytest.mark.thorough
 def test_each_case_prints_a_row_and_a_stopped_proof_reports_its_cases(tmp_path):
     arguments = ["-m", "titanplans", "verify", "llama", "--tp=2", "--layers=1", "--vocab-size=64"]
-    # rows may be written together
+    # more than 3, because several rows may be written at once
     status, out, terminal, written = stopped(tmp_path, arguments, r"unfinished: ([3-9]|1\d) of ")
     assert status == 128 + signal.SIGINT
     assert out.startswith("llama, flavor debug\n")

@@ -122,7 +122,7 @@ OF_PIPELINES = [
 
 @pytest.mark.parametrize(("options", "option"), OF_PIPELINES)
 def test_the_contradictions_of_a_pipeline(options, option):
-    """With a degree of 1 there is no contradiction."""
+    """With a pipeline degree of 1, no options contradict each other."""
     job = build_job({key.replace("__", "."): value for key, value in options.items()})
     assert not list(pipeline(job))
     degree = job.parallelism.model_copy(update={"pipeline_parallel_degree": 2})
