@@ -1,6 +1,6 @@
 """Check that a constraints file pins a permitted version of each package that pyproject.toml requires.
 
-python tests/support/constraints.py constraints.txt        # make check, and before anything is installed
+python tests/support/constraints.py constraints.txt        # `make check` runs this
 """
 
 import sys
@@ -14,7 +14,12 @@ PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
 
 def stale(project: str, constraints: str) -> str | None:
-    """Return how the text `constraints` fails the requirements in the text of a pyproject.toml; None if it does not."""
+    """Return which requirement of a pyproject.toml a constraints file violates; None if it violates none.
+
+    Args:
+        project: the text of the pyproject.toml.
+        constraints: the text of the constraints file.
+    """
     pinned: dict[str, list[Requirement]] = {}
     for line in constraints.splitlines():
         if line.partition("#")[0].strip():
@@ -27,7 +32,7 @@ def stale(project: str, constraints: str) -> str | None:
     own_name = table["project"].get("name")
     for requirement in map(Requirement, texts):
         if requirement.name == own_name:
-            continue  # an extra that includes others
+            continue  # titanplans itself, in an extra that includes other extras
         pins = pinned.get(canonicalize_name(requirement.name), [])
         if not pins:
             return f"it has no {requirement.name}"

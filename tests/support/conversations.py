@@ -1,4 +1,4 @@
-"""Chat conversations and templates, and the tokens into which a ChatFormat converts them."""
+"""Chat conversations, chat templates, and the tokens into which a ChatFormat converts conversations."""
 
 from tests.support import data_sources
 from titanplans.training.data.chat.chat import ChatFormat

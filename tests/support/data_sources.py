@@ -1,4 +1,4 @@
-"""Make data sources and loaders for tests from keywords, which are the options of one source."""
+"""Make data sources and loaders for tests. Keyword arguments are the options of one source."""
 
 import json
 from dataclasses import replace
@@ -67,6 +67,6 @@ def with_workers(config, count, persistent=False):
 
 
 def other(config, **changes):
-    """Return `config` with another source: `dataset`, `dataset_path`, `dataset_split`."""
+    """Return `config` with changed options of its source, such as `dataset`, `dataset_path` and `dataset_split`."""
     (source,) = config.data.sources
     return replace(config, data=config.data.replace(sources=(source.replace(**changes),)))

@@ -1,4 +1,4 @@
-"""Make styles with one fault in the hooks that they install."""
+"""Make faulty styles: copies of a style with one fault in its hooks."""
 
 import copy
 from collections.abc import Callable
@@ -25,7 +25,10 @@ def subclassed(style: Style, name: str, **methods: Any) -> Style:
 
 
 def installed(style: Any, install: Callable[[Install, nn.Module, Border], None], name: str = "Faulty") -> Any:
-    """Return a copy of `style` that `install(original, module, border)` installs; `original` installs the style's hooks."""
+    """Return a copy of `style` whose hooks `install(original, module, border)` installs.
+
+    `original(module, border)` installs the hooks of `style`.
+    """
 
     def by_weights(_: Any, module: nn.Module, site: Site) -> None:
         def original(module: nn.Module, border: Border) -> None:
@@ -56,7 +59,7 @@ def hooked(style: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def tiny_plan_with(**styles):
-    """Return TinyPlan with some styles of its mixers replaced, given functions by module name: plan -> style."""
+    """Return TinyPlan with some styles of its mixers replaced; `styles` maps a module's name to a function plan -> style."""
     return changed(TinyPlan, lambda plan: {n: make(plan) for n, make in styles.items()})
 
 

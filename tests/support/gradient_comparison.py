@@ -6,12 +6,12 @@ import torch
 
 
 def weighed(outputs: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of all elements of the outputs, each with a different weight."""
+    """Return a weighted sum of all elements of the outputs, in which each element has a different weight."""
     return sum((x * torch.linspace(-1, 2, x.numel(), dtype=x.dtype).view_as(x)).sum() for x in outputs)
 
 
 def same(got, want, leaves, tolerance=1e-12):
-    """Check that two results, each a tensor or a tuple of tensors, and their gradients by `leaves` agree.
+    """Check that two results, tensors or tuples of tensors, agree, and their gradients with respect to `leaves`, too.
 
     The default tolerance is for float64 sums of some hundred terms of order 1.
     """

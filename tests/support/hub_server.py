@@ -1,4 +1,4 @@
-"""A server on this machine that answers the requests of huggingface_hub by which a repository is created and pushed to."""
+"""A local server that answers the requests that huggingface_hub sends to create a repository and to push to it."""
 
 import base64
 import json
@@ -13,7 +13,7 @@ TOKEN = "hf_of_the_test"
 
 @dataclass
 class Hub:
-    """The repositories of a server: the files of each by name, and the messages of its commits."""
+    """The repositories of a server: the content of their files by name, and the messages of all commits."""
 
     address: str = ""
     files: dict[str, dict[str, bytes]] = field(default_factory=dict)

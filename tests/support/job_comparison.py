@@ -1,4 +1,4 @@
-"""Compare jobs over four ranks with the same jobs in one process, also when they are resumed at other degrees."""
+"""Compare jobs on four ranks, also resumed at other degrees, with the same jobs in one process."""
 
 import os
 from collections.abc import Iterable
@@ -50,7 +50,7 @@ WIDE = dict(
 
 
 def inputs(folder: Path, **configs: dict) -> Path:
-    """Write a job, its data, and a model config for each keyword, with its fields."""
+    """Write a job, its data, and for each keyword argument a model config with these fields; return `folder`."""
     write_inputs(folder)
     for name, fields in configs.items():
         config = zoo.config("qwen3" if name == "wide" else name, options=False, vocab_size=4096, **fields)
@@ -94,16 +94,16 @@ def runs(
     alone: Iterable[str],
     options: tuple = (),
 ):
-    """Return the fixtures of a file of jobs: their folder, the metrics of all jobs on one rank, and those on four ranks.
+    """Return the fixtures of a test file: the folder of its jobs, and their metrics on one rank and on four ranks.
 
     Args:
-        models: config fields by model.
-        jobs: model and options of each job on four ranks.
-        tuned: model, options and degrees of each job that both one rank and four ranks run.
+        models: the config fields of each model.
+        jobs: the model and the options of each job on four ranks.
+        tuned: the model, the options and the degrees of each job that runs on one rank and on four ranks.
         segments: options of the runs that train one job to its end, each resuming the one before.
         resumed: the model of the job that `segments` train.
         alone: the models that one rank trains.
-        options: further options of all jobs but `tuned`.
+        options: further options of all jobs except `tuned`.
     """
 
     @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def runs(
 
 
 def check_resumed(one: dict, segments: list[dict], folder: Path, rel: float = 1e-5, **atol: float) -> dict:
-    """Check that a job resumed at other degrees trained like one process; return the weights that this process exported."""
+    """Check that a job resumed at other degrees trained as one process did; return the weights of this process."""
     losses = {step: loss for segment in segments for step, loss in segment[LOSS].items()}
     assert list(losses) == list(range(1, 9))
     assert losses == pytest.approx(one[LOSS], rel=rel)

@@ -1,4 +1,4 @@
-"""Run training jobs with the command line, each in a process that is forked from one that has imported everything.
+"""Run training jobs as the command line does, in processes forked from one that has imported everything.
 
 job = Job(tmp_path)                      # a folder with a tiny job of two ranks
 process = job.start("--training.steps=8")
@@ -125,7 +125,7 @@ def start(
 
 
 def output(arguments: list[str], folder: Path, entry: Callable[[list[str]], None] | None = None) -> str:
-    """Start it like `start`, check that it ends with status 0, and return its stdout."""
+    """Start a process as `start` does, check that it ends with status 0, and return its stdout."""
     process = start(arguments, folder, entry)
     process.join(PATIENCE)
     status = process.exitcode
@@ -136,7 +136,7 @@ def output(arguments: list[str], folder: Path, entry: Callable[[list[str]], None
 
 
 def flip(file: Path) -> None:
-    """Flip a bit in the middle of a file."""
+    """Flip a bit in the middle of `file`."""
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 4
     file.write_bytes(content)

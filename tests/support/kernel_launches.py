@@ -1,6 +1,7 @@
-"""Counts the operators of a step that would launch a kernel on a GPU, by the function of titanplans that calls them.
+"""Count the operators of a step that would launch a kernel on a GPU, by the function of titanplans that calls them.
 
-It runs on a CPU, where each kernel of flash-linear-attention is several operators, in the unsplit model as in the split one.
+The step runs on a CPU, where each kernel of flash-linear-attention consists of several operators. This is the same for the
+unsplit model and the split one.
 """
 
 import functools
@@ -20,7 +21,7 @@ from titanplans.torch_private.dispatch import schema
 
 ROOT = str(Path(titanplans.__file__).parent) + "/"
 FREE = {
-    # only allocate
+    # these only allocate
     *(
         "empty",
         "empty_like",
@@ -30,14 +31,17 @@ FREE = {
         "new_empty_strided",
     ),
     *("detach", "alias", "lift_fresh", "_unsafe_view", "split", "split_with_sizes", "unbind", "wait_tensor"),
-    "scalar_tensor",  # from `torch.where(mask, x, 0)`: made on the host
+    "scalar_tensor",  # the 0 of `torch.where(mask, x, 0)`, which is made on the host
 }
 COLLECTIVES = ("_c10d_functional::", "c10d::")
 
 
 @functools.cache
 def launches(func) -> bool:
-    """Whether the operator would launch a kernel: it returns a new tensor that it computes, not a view or only memory."""
+    """Return whether the operator would launch a kernel, as it does if it computes a new tensor.
+
+    Operators that return a view or only allocate memory launch none.
+    """
     returns, name = schema(func).returns, schema(func).name.partition("::")[2]
     if name in ("_assert_async", "_local_scalar_dense"):
         return True
@@ -47,9 +51,10 @@ def launches(func) -> bool:
 
 
 class Launches(TorchDispatchMode):
-    """Counts launches by (operator, caller): the innermost function of titanplans, as "file.py function", or None.
+    """Counts launches by (operator, caller).
 
-    An operator of torch's own backward is counted for the caller of its forward.
+    The caller is the innermost function of titanplans, as "file.py function"; None: no function of titanplans runs. An
+    operator of torch's own backward counts for the caller of its forward.
     """
 
     def __init__(self):

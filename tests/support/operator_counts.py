@@ -7,7 +7,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class OperatorCounts(TorchDispatchMode):
-    """Counts operators within the context, on a CPU also those of a backward, by their schema's name: "c10d::allreduce_"."""
+    """Counts operators within the context by the name of their schema, e.g. "c10d::allreduce_".
+
+    On a CPU it also counts the operators of a backward.
+    """
 
     supports_higher_order_operators = True
 
@@ -20,7 +23,7 @@ class OperatorCounts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def of(self, *names: str) -> int:
-        """Return the count of operators with one of `names`, which are given without namespace."""
+        """Return the count of operators that have one of `names`, which are names without namespace."""
         return sum(count for name, count in self.counts.items() if name.partition("::")[2] in names)
 
     def take(self) -> Counter[str]:

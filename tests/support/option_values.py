@@ -1,4 +1,4 @@
-"""Strategies of hypothesis for the values of an option, by its type."""
+"""Hypothesis strategies for the values of an option, by the option's type."""
 
 from types import UnionType
 from typing import Annotated, Literal, Union, get_args, get_origin
@@ -14,7 +14,7 @@ def values_of(hint, leaves, constrained=lambda hint, values: values):
 
     Args:
         hint: the type of an option.
-        leaves: strategies for plain types.
+        leaves: a strategy for each plain type.
         constrained: changes the strategy for an Annotated type.
     """
     origin, arguments = get_origin(hint), get_args(hint)

@@ -1,4 +1,4 @@
-"""Models that users might write: `SUPPORTED` run in pipeline stages, `REFUSED` can't; both by class name."""
+"""Models that users might write, by class name: `SUPPORTED` models run in pipeline stages, `REFUSED` models can't."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -11,11 +11,11 @@ from torch.utils.checkpoint import checkpoint
 WIDTH, LAYERS, VOCABULARY = 16, 4, 4096
 SUPPORTED: dict[str, type[nn.Module]] = {}
 REFUSED: dict[str, tuple[type[nn.Module], str]] = {}
-"""Model class and a pattern of the refusal."""
+"""The class of each model, and a pattern of its refusal."""
 
 
 class Block(nn.Module):
-    """A residual block that mixes tokens; the tensors `more` are added to its input."""
+    """A residual block that mixes tokens, after adding the tensors `more` to its input."""
 
     def __init__(self, index=0):
         super().__init__()
@@ -41,7 +41,7 @@ class Model(nn.Module):
         self.add()
 
     def add(self):
-        """Add modules; overridden by models that need more."""
+        """Add further modules. Models that need some override this."""
 
     def forward(self, input_ids):
         return self.lm_head(self.norm(self.body(self.embed(input_ids), input_ids)))

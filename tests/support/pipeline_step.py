@@ -1,4 +1,4 @@
-"""One training step of a pipeline over real process groups, by the code that jobs run, for `step_comparison.compare`."""
+"""One training step of a pipeline, with the code of jobs, over real process groups. See `step_comparison.compare`."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ from titanplans.training.trainer.model import LanguageModel
 def train(
     config: PretrainedConfig, job: JobConfig, mesh: Any, case: step_comparison.Case
 ) -> step_comparison.Trained:
-    """Train the stages of this rank of `mesh` for one step; return the results for the unsplit model, from all stages."""
+    """Train this rank's stages for one step; return the results of all stages, by their names in the unsplit model."""
     pipeline = _build(config, job, mesh, case.length)
     ids, labels = step_comparison.batch(case, mesh.get_mesh("dp").get_group())
     microbatches = len(ids) // job.parallelism.pipeline_parallel_microbatch_size
@@ -48,7 +48,7 @@ def train(
 
 
 def _build(config: PretrainedConfig, job: JobConfig, mesh: Any, length: int) -> Pipeline:
-    """Return the stages with the weights of the unsplit model that they are compared with: both are drawn with seed 0."""
+    """Return this rank's stages. They are initialized with seed 0, as the unsplit model that they are compared with is."""
     loss = CrossEntropyLoss(Loss(fused=False))
     pipeline = build_pipeline(
         LanguageModel(config),
@@ -79,7 +79,7 @@ def _unsplit_names(stage: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _of_all(pipeline: Pipeline, local: list[tuple[str, torch.Tensor | None]]) -> dict[str, Any]:
-    """Gather the tensors of all stages by name; check that tensors which several stages have are bit-identical."""
+    """Gather the tensors of all stages by name; check that a tensor that several stages have is bit-identical in them."""
     tensors: dict[str, Any] = {}
     for name, tensor in (pair for pairs in gather_objects(local, pipeline.group) for pair in pairs):
         if tensor is not None and tensors.setdefault(name, tensor) is not tensor:

@@ -1,4 +1,4 @@
-"""`verify` by one plain training step for each case, for tests of one fault or one option."""
+"""`verify` with one plain training step for each case, for tests of a single fault or option."""
 
 from functools import partial
 

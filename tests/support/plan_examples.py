@@ -1,4 +1,4 @@
-"""Tiny models for the styles of the plan language, and their correct plans; tests put faults into copies of them.
+"""Tiny models for the styles of the plan language, and their correct plans. Tests put faults into subclasses of the plans.
 
 A style that only one architecture uses is not here: tests/plans proves that architecture's plan.
 """
@@ -14,7 +14,7 @@ WIDTH = HEADS * SIZE
 
 
 def with_mixer(mixer: type[nn.Module]) -> nn.Module:
-    """Return a Tiny whose blocks mix tokens by `mixer`."""
+    """Return a Tiny whose mixers are of class `mixer`."""
     model = Tiny()
     for layer in model.layers:
         layer.attn = mixer()
@@ -30,7 +30,7 @@ def with_mlp(mlp: type[nn.Module]) -> nn.Module:
 
 
 def causal(q, k, v, past=None):
-    """Return linear attention of [batch, length, heads, size], decayed by exp(past[i] - past[j])."""
+    """Return causal linear attention of [batch, length, heads, size], whose scores decay by exp(past[i] - past[j])."""
     scores = torch.einsum("bihn,bjhn->bijh", q, k)
     later = ~torch.ones(scores.shape[1:3], dtype=torch.bool, device=scores.device).tril()[None, :, :, None]
     if past is not None:
@@ -157,7 +157,7 @@ class Transposed(nn.Module):
 
 
 class Selective(nn.Module):
-    """The structure of Mamba: dt of each channel comes from a low-rank projection of all channels, with a bias."""
+    """The structure of Mamba: a low-rank projection of all channels, with a bias, computes the dt of each channel."""
 
     def __init__(self):
         super().__init__()
@@ -192,12 +192,12 @@ class SelectivePlan(TinyPlan):
 
 
 def decays(heads, device):
-    """Return the log decay of each head, a function of its index."""
+    """Return the log decay of each head, which depends on the head's index."""
     return torch.log1p(-(2.0 ** (-1.0 - torch.arange(heads, dtype=torch.float64, device=device))))
 
 
 class Retention(nn.Module):
-    """RetNet's decay by head index; two keys a token, in rows (n h d) of k_proj as in gated_deltaproduct."""
+    """RetNet's decay by head index, with two keys per token, in rows (n h d) of k_proj as in gated_deltaproduct."""
 
     def __init__(self):
         super().__init__()
@@ -217,7 +217,7 @@ class Retention(nn.Module):
 
 
 def decays_of_rank(decays, ranks):
-    """Return `decays` for this rank's heads: their indices are those of the unsplit model."""
+    """Return a function like `decays` for this rank's heads, with the head indices of the unsplit model."""
 
     def local(heads, device):
         return decays(heads * ranks.degree, device).narrow(0, heads * ranks.rank, heads)
@@ -228,7 +228,7 @@ def decays_of_rank(decays, ranks):
 class RetentionPlan(TinyPlan):
     def attn_plan(self, attn):
         return {
-            **self.attn_input(may_gather=True),  # its code scales hidden states by a vector
+            **self.attn_input(may_gather=True),  # the mixer's code scales hidden states by a vector
             "scale": self.replicated_in_region(),
             "q_proj": self.colwise(),
             "k_proj": self.packed(WIDTH, WIDTH),
@@ -241,7 +241,7 @@ class RetentionPlan(TinyPlan):
 
 
 class ReplicatedMixerPlan(TinyPlan):
-    """The mixer is replicated, the MLP split."""
+    """Replicates the mixer, and splits the MLP."""
 
     def attn_plan(self, attn):
         return self.unsplit(attn)
@@ -282,7 +282,7 @@ class Experts(nn.Module):
 
 
 def balance_of(layers):
-    """Return the load-balancing loss."""
+    """Return the load-balancing loss of `layers`."""
     return sum(layer.mlp.balance for layer in layers)
 
 
@@ -296,7 +296,7 @@ class Balanced(Tiny):
 
 
 def balanced():
-    """Return a Balanced with experts."""
+    """Return a `Balanced` whose MLPs are mixtures of experts."""
     model = Balanced()
     for layer in model.layers:
         layer.mlp = Experts()

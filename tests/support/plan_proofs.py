@@ -1,7 +1,7 @@
-"""The table of proofs: one row for each architecture and variant of its config, made from tests/zoo.py.
+"""The table of proofs, made from tests/zoo.py: rows for each architecture and each variant of its config.
 
-tests/plans/test_proofs.py proves each row, most by one plain step. tests/proof tests the conditions (padding, documents,
-lengths, ...).
+tests/plans/test_proofs.py proves each row, most rows with one plain step. tests/proof tests the other conditions (padding,
+documents, lengths, ...).
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from titanplans.split.converted import RECIPES
 
 
 class Row(NamedTuple):
-    """Arguments of a proof: the config of a model, and how it is split."""
+    """The arguments of a proof: the config of a model, and how the model is split."""
 
     name: str
     variant: str
@@ -26,18 +26,18 @@ class Row(NamedTuple):
     degrees: tuple[int, ...] = (2, 4)
     loss: bool | None = None
     sequence: bool | None = None
-    """True: loss and sequence sharded. False: neither. None: both are proved."""
+    """True: the sequence is sharded. False: it is replicated. None: both are proved. `loss` is the same for the logits."""
     seq_len: int = 16
     recipe: str | None = None
-    """The float8 recipe of both the unsplit and the split model."""
+    """The float8 recipe of the unsplit and the split model."""
     unconverted: tuple[str, ...] = ()
     conditions: str = "plain"
-    """Argument of `verify`: "each" proves every condition, at the smallest degree."""
+    """An argument of `verify`. "each" proves every condition at the smallest degree."""
     exhaustive: bool = False
 
     @property
     def thorough(self) -> bool:
-        """Whether `make test` leaves the row out: it proves one row of each kind of mixer."""
+        """Whether `make test` leaves the row out. It proves only a row for each kind of mixer."""
         return QUICK.get(self.name) != self.variant
 
     @property
@@ -45,7 +45,7 @@ class Row(NamedTuple):
         return f"{self.name}-{self.variant}-tp{'.'.join(map(str, self.degrees))}"
 
     def build(self) -> nn.Module:
-        """Return the model with weights, in float64."""
+        """Return the model, with weights, in float64."""
         kernels.install("cpu")
         model = build_real(modeling.load_config(self.name, "debug", **self.fields))
         if self.recipe is not None:
@@ -54,7 +54,7 @@ class Row(NamedTuple):
         return model
 
     def inputs(self, batch_size: int = 2, seq_len: int = 0, seed: int = 0) -> dict[str, Any]:
-        """Return a batch at least `self.seq_len` long: conditions may ask for less, but gemma3's image needs its tokens."""
+        """Return a batch of at least `self.seq_len` tokens. Conditions may ask for fewer, but gemma3's image needs them."""
         config = modeling.load_config(self.name, "debug", **self.fields)
         length = max(seq_len, self.seq_len)
         return sample_inputs(config, batch_size=batch_size, seq_len=length, seed=seed)
@@ -110,27 +110,27 @@ _EXPERTS = {
     "qwen3_next": "0-sharded",
 }
 QUICK = _SOFTMAX | _LINEAR | _DELTA | _STATE | _RWKV | _SLOTS | _SPARSE | _EXPERTS | {"llama": "tensorwise"}
-"""The variants that `make test` proves, by architecture: at least one of each kind of mixer, and one in float8."""
+"""The variant that `make test` proves of each architecture: at least one for each kind of mixer, and one in float8."""
 
 
 def rows() -> list[Row]:
-    """Return all rows, by architecture."""
+    """Return all rows, sorted by architecture."""
     table = [*_architectures(), *_options(), *_odd_sizes(), *_heads(), *_families(), *_float8()]
     return sorted(table, key=lambda row: row.name)
 
 
 def _architectures() -> Iterator[Row]:
-    """Every combination of loss and sequence parallelism, with all options that change a style."""
+    """Yield rows for every combination of loss and sequence parallelism, with all options that change a style."""
     for name, (sizes, options) in zoo.ARCHITECTURES.items():
         yield Row(name, "options", sizes | options, (8,))
         yield Row(name, "options", sizes | options, (2, 4), exhaustive=True)
 
 
 def _families() -> Iterator[Row]:
-    """Each variant with loss and sequence sharded, and with neither."""
+    """Yield for each variant a row with loss and sequence sharded, and a row with neither."""
     for name, variants in zoo.FAMILIES.items():
         for index, fields in enumerate(variants):
-            # CAT's code changes the number of tokens; only 2 ranks divide every length that results.
+            # CAT's code changes the number of tokens, and only 2 ranks divide each of its lengths.
             degrees = (2,) if name == "cat" else (2, 4)
             yield Row(name, f"{index}-sharded", fields, degrees, loss=True, sequence=True)
             yield Row(name, f"{index}-whole", fields, loss=False, sequence=False)
@@ -162,7 +162,7 @@ SINGLE = {
         ),
     },
 }
-"""Options of the config, each by itself, that the rows named "options" do not have."""
+"""Options of the config that the rows named "options" do not have, each by itself."""
 
 
 def _options() -> Iterator[Row]:
@@ -174,11 +174,14 @@ def _options() -> Iterator[Row]:
 
 
 IN_WORLDS = ("llama", "qwen2", "qwen3", "gemma3_text")
-"""Proved at odd sizes, at tp 2 and 4, by tests/proof/ranks/test_threads.py."""
+"""Architectures that tests/proof/ranks/test_threads.py proves at odd sizes, at tp 2 and 4."""
 
 
 def _odd_sizes() -> Iterator[Row]:
-    """Widths and vocabularies that the degree does not divide; gemma3 keeps its vocabulary, which has image tokens."""
+    """Yield rows with widths and vocabularies that the degree does not divide.
+
+    gemma3 keeps its vocabulary, which has image tokens.
+    """
     for name, (sizes, options) in zoo.ARCHITECTURES.items():
         odd = {"intermediate_size": 45} if name == "gemma3" else zoo.ODD
         fields = sizes | options | odd
@@ -188,7 +191,7 @@ def _odd_sizes() -> Iterator[Row]:
 
 
 def _heads() -> Iterator[Row]:
-    """More ranks than key/value heads, with the head counts of Qwen3-0.6B and Gemma3-1B."""
+    """Yield rows with more ranks than key/value heads, with the head counts of Qwen3-0.6B and Gemma3-1B."""
     qwen3, gemma3 = zoo.ARCHITECTURES["qwen3"], zoo.ARCHITECTURES["gemma3_text"]
     fields = dict(num_attention_heads=16, head_dim=4, num_hidden_layers=1)
     yield Row("qwen3", "shared heads", qwen3.sizes | qwen3.options | fields, (16,))
@@ -207,7 +210,7 @@ FLOAT8 = {
     "gemma3_text": (_ALIGNED | dict(num_key_value_heads=2), ()),
     "gemma3": (dict(num_hidden_layers=1, intermediate_size=64), ("vision_tower",)),
 }
-"""Config fields that make sizes multiples of 16 on each of four ranks, and modules left unconverted."""
+"""Config fields with which sizes are multiples of 16 on each of four ranks, and modules that stay unconverted."""
 FLOAT8_FAMILIES = {
     "gated_deltanet": (_ALIGNED, ()),
     "gsa": (_ALIGNED | dict(hidden_size=128), ("o_proj",)),  # the fused kernel uses its weight
@@ -215,11 +218,11 @@ FLOAT8_FAMILIES = {
     "glm4": (_ALIGNED, ()),
     "mamba": (dict(num_hidden_layers=1, hidden_size=128, vocab_size=128, use_bias=True), ()),
 }
-"""Models with packed projections, and one with a bias in its output projection."""
+"""The same for models with packed projections, and for one with a bias in its output projection."""
 
 
 def float8(name: str, recipe: str = "tensorwise", variant: str = "", **changed: Any) -> Row:
-    """Return the row of a model in float8. The unsplit model is in float8 too, so both have the same quantisation error."""
+    """Return the row of a model in float8. The unsplit model is in float8, too, so both have the same quantisation error."""
     fields, unconverted = (FLOAT8 | FLOAT8_FAMILIES)[name]
     options = {"degrees": (4,), "loss": True, "recipe": recipe, "unconverted": unconverted}
     return Row(name, variant or recipe, zoo.fields(name) | fields, **options | changed)

@@ -33,7 +33,7 @@ LIMIT = 540
 def run(fn: Callable[[int], Any], ranks: int, backend: str = "gloo") -> Any:
     """Return what rank 0 returns of `fn(rank)`, which runs on every rank of a process group.
 
-    A failure on any rank is raised with its traceback. A rank that hangs prints where each of its threads is, and ends.
+    A failure on any rank is raised with its traceback. A rank that hangs prints the stack of each of its threads, and ends.
     """
     method = start_method()
     with tempfile.TemporaryDirectory() as folder:
@@ -44,12 +44,12 @@ def run(fn: Callable[[int], Any], ranks: int, backend: str = "gloo") -> Any:
 
 
 def module_fixture(fn: Callable[[int], Any], ranks: int) -> Any:
-    """Return a fixture: what rank 0 returns of `fn`, run once for all tests of a file."""
+    """Return a fixture with what rank 0 returns of `fn`, which runs once for all tests of a file."""
     return pytest.fixture(scope="module")(lambda: run(fn, ranks))
 
 
 class CaseResults(dict[Any, Any]):
-    """What rank 0 returned for each case. Getting a case that failed raises its failure."""
+    """What rank 0 returned for each case. The key of a failed case raises the failure."""
 
     def __init__(self, results: dict[Any, Any]):
         super().__init__(results)
@@ -60,7 +60,7 @@ class CaseResults(dict[Any, Any]):
 
 
 def case_fixture(cases: Callable[[int], dict[Any, Callable[[], Any]]], ranks: int) -> Any:
-    """Return a fixture: the `CaseResults` of the functions that `cases(rank)` returns by name, run once for a file.
+    """Return a fixture with the `CaseResults` of the functions that `cases(rank)` returns by name; they run once for a file.
 
     The cases run one after another in one process group. If one fails, each runs again in a group of its own, so that
     only the tests of the failing cases fail.
@@ -97,7 +97,7 @@ def fake_group(ranks: int, rank: int = 0) -> Iterator[None]:
     """Make this process a rank of a fake process group, whose collectives return arbitrary values."""
     dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=ranks)
     try:
-        clear_sharding_cache()  # it may have an equal mesh of a destroyed group, or of another rank
+        clear_sharding_cache()  # the cache may have an equal mesh of a destroyed group, or of another rank
         yield
     finally:
         dist.destroy_process_group()
@@ -106,17 +106,17 @@ def fake_group(ranks: int, rank: int = 0) -> Iterator[None]:
 
 @functools.cache
 def start_method() -> str:
-    """Return how ranks are started, after starting the server that they are forked from."""
+    """Return how ranks are started. If they are forked from a server, start it."""
     if torch.cuda.is_available():  # a fork can't use CUDA if its parent has
         return "spawn"
     multiprocessing.forkserver.set_forkserver_preload(["tests.support.rank_imports"])
     environment = {
         # The server imports `tests` from here, wherever it was started.
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        # OpenBLAS starts a pool of threads when it is loaded, which does not survive a fork.
+        # When OpenBLAS is loaded, it starts a pool of threads, which does not survive a fork.
         "OPENBLAS_NUM_THREADS": "1",
         "OMP_NUM_THREADS": "1",
-        # Inductor compiles in the rank itself: each process of a pool would first import torch.
+        # Let Inductor compile in the rank itself, because each process of a pool would first import torch.
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
     }
     with mock.patch.dict(os.environ, environment):

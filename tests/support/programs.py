@@ -1,4 +1,4 @@
-"""Programs that tests run to their end."""
+"""Run a program to its end."""
 
 import os
 import subprocess

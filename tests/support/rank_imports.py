@@ -1,4 +1,7 @@
-"""Modules that ranks have imported when they start: see process_groups.py. This builds nothing and starts no thread."""
+"""Import the modules that ranks need, before ranks are forked (see process_groups.py).
+
+Importing them builds no model and starts no thread.
+"""
 
 import gc
 import importlib
@@ -25,7 +28,7 @@ MODULES = [
 if no_trainer() is None:
     MODULES.append("titanplans.training.trainer.trainer")
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # they would be printed once per worker, into pytest's output
+    warnings.simplefilter("ignore")  # warnings would be printed once per worker, into pytest's output
     for name in MODULES:
         importlib.import_module(name)
 gc.freeze()  # a collection would write to memory pages that forked ranks share

@@ -1,4 +1,4 @@
-"""The one-line errors of calls that are refused."""
+"""Return the one-line errors of calls that are refused."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +25,7 @@ def refusal_or_none(
 ) -> str | None:
     """Return the message of the error that `call` raises; None if it raises none.
 
-    A rank calls this where it has to return its error instead of raising it, because the other ranks wait for it.
+    For ranks, which have to return an error instead of raising it while other ranks wait for them.
     """
     try:
         call(*args, **kwargs)

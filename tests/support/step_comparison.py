@@ -3,8 +3,8 @@
     CASES = {"tp 4": Case(build, functools.partial(split, tp=4)), …}
     differences = equals_one_process(CASES, ranks=4)       # {} if all are equal
 
-Each rank trains the unsplit model on the full batch, and the parallel model on its sequences. Loss, gradient norm, every
-gradient, and every weight after the step have to be equal on every rank, up to the order of sums.
+Each rank trains the unsplit model on the full batch, and the parallel model on its own sequences. The loss, the gradient
+norm, every gradient, and every weight after the step have to be equal on every rank, up to the order of sums.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ ROWS = 4
 
 
 class Tolerance(NamedTuple):
-    """Allowed differences, relative to the value; for a gradient, relative to the largest element of its tensor."""
+    """Allowed differences, relative to the value. Those of a gradient are relative to the largest element of its tensor."""
 
     loss: float
     norm: float
@@ -35,8 +35,8 @@ FLOAT32 = Tolerance(1e-6, 1e-5, 1e-4)
 """Sums of a few hundred terms in another order differ by some tens of epsilons (1.2e-7). A gradient that was summed
 twice, or not at all, differs by 1."""
 BFLOAT16 = Tolerance(1e-2, 3e-2, 1e-1)
-"""With 8 bits of mantissa a product is off by up to 2^-9, a step of four layers by a few times that, and the smaller
-numbers of a gradient by some tens of times."""
+"""With 8 bits of mantissa a product is off by up to a relative 2^-9, a step of four layers by a few times 2^-9, and the
+smaller numbers of a gradient by some tens of times 2^-9."""
 
 
 def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -44,7 +44,7 @@ def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Te
 
 
 def sum_over_cp(local_loss: torch.Tensor, mesh: Any) -> torch.Tensor:
-    """Return the loss summed over the context-parallel ranks, with the gradient of `local_loss` alone."""
+    """Return the loss summed over the context-parallel ranks. Its gradient flows only into `local_loss`."""
     total = local_loss.detach().clone()
     dist.all_reduce(total, group=mesh.get_mesh("cp").get_group())
     return local_loss + (total - local_loss.detach())
@@ -55,21 +55,21 @@ def clip(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
 
 
 class Parallel(NamedTuple):
-    """A model and how a rank trains it; by default, as one process does."""
+    """A model, and how a rank trains it. By default it trains as one process does."""
 
     model: nn.Module
     group: dist.ProcessGroup | None = None
     """The data-parallel ranks, which have different sequences; None if all have the same."""
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = summed_cross_entropy
-    """The loss of logits and labels, summed over the labels."""
+    """Returns the loss of logits and labels, summed over the labels."""
     context: Callable[[], Any] = contextlib.nullcontext
-    """Entered for the loss and the backward."""
+    """Returns a context in which the loss and the backward run."""
     norm: Callable[[Iterable[nn.Parameter]], torch.Tensor] = clip
     """Returns the norm of all gradients, and may clip them."""
 
 
 class Case(NamedTuple):
-    """A model, how to parallelise it, and its batch. The functions are pickled, so they can't be local ones."""
+    """A model, how to parallelise it, and its batch. The functions are pickled, so they can't be local functions."""
 
     build: Callable[[], nn.Module]
     """Returns the unsplit model, with the same values each time and on every rank."""
@@ -86,7 +86,7 @@ class Trained(NamedTuple):
     loss: torch.Tensor
     norm: torch.Tensor
     gradients: dict[str, torch.Tensor | None]
-    """As the optimizer gets them."""
+    """The gradients that the optimizer gets, by parameter name."""
     weights: dict[str, torch.Tensor]
 
 
@@ -109,7 +109,10 @@ def cases_of(
     split: Callable[..., Parallel],
     **shape: Any,
 ) -> dict[Any, Case]:
-    """Return the cases of `options` by (kind, tp, ...): `build(kind)`, split by `split(model, tp=tp, **options)`."""
+    """Return a case for each item of `options`, whose key is (kind, tp, ...).
+
+    The model is `build(kind)`, and `split(model, tp=tp, **arguments)` splits it, with the item's value as arguments.
+    """
     return {
         name: Case(
             functools.partial(build, name[0]), functools.partial(split, tp=name[1], **arguments), **shape
@@ -119,7 +122,7 @@ def cases_of(
 
 
 def equals_one_process(cases: dict[Any, Case], ranks: int) -> dict[Any, str]:
-    """Return the cases whose step differs from one process's on any rank, and how."""
+    """Return the cases whose step differs from that of one process on any rank, with the difference."""
     by_rank: list[dict[Any, str]] = process_groups.run(functools.partial(_all, cases=cases), ranks)
     return {name: error for errors in by_rank for name, error in errors.items()}
 
@@ -145,7 +148,7 @@ def check(case: Case, expected: Trained) -> float:
 
 
 def compare(actual: Trained, expected: Trained, tolerance: Tolerance) -> float:
-    """Compare the results of a step like `check`; return the worst error of a gradient."""
+    """Compare the results of a step as `check` does; return the worst error of a gradient."""
     torch.testing.assert_close(actual.loss, expected.loss, rtol=tolerance.loss, atol=0, check_dtype=False)
     torch.testing.assert_close(actual.norm, expected.norm, rtol=tolerance.norm, atol=0, check_dtype=False)
     assert actual.weights.keys() == expected.weights.keys()
@@ -165,7 +168,7 @@ def compare(actual: Trained, expected: Trained, tolerance: Tolerance) -> float:
 
 
 def train(parallel: Parallel, case: Case) -> Trained:
-    """Train one step with SGD: AdamW's first step depends only on the gradient's sign, which would hide a wrong scale."""
+    """Train one step with SGD. AdamW's first step would hide a wrong scale, as it depends only on the gradient's sign."""
     model, group = parallel.model, parallel.group
     ids, labels = batch(case, group)
     with parallel.context():
@@ -183,7 +186,7 @@ def train(parallel: Parallel, case: Case) -> Trained:
 
 
 def batch(case: Case, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ids and labels of this rank's sequences, [sequences, length] each."""
+    """Return the ids and the labels of this rank's sequences, both [sequences, length]."""
     rank, ranks = (group.rank(), group.size()) if group else (0, 1)
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(case.vocabulary, (case.rows, case.length + 1), generator=generator)
@@ -197,6 +200,6 @@ def unwrapped_name(name: str) -> str:
 
 
 def full_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the full tensor."""
+    """Return a copy of `tensor`, gathered if it is sharded."""
     tensor = tensor.detach()
     return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.clone()

@@ -1,13 +1,14 @@
-"""Injects faults into a training job at random moments, restarts it, and compares its losses with an undisturbed run.
+"""Inject faults into a training job at random moments, restart it, and compare its losses with an undisturbed run.
 
     python -m tests.support.survival --faults 1000 --seed 7     # make survive N=1000
 
-A job on two CPU ranks takes some milliseconds a step and saves a checkpoint every second step, at random synchronously or
-asynchronously. The faults: a rank, all processes, the launcher or a data worker is killed while the job starts, trains or
-saves; a file of the newest checkpoint is truncated or one of its bits flipped; the disk is full; a gradient is not finite.
-After each fault the job is started again by the same command, or as the error advises. At the end every logged loss must be
-bit-identical to that of an undisturbed run. Printed counts: faults, resumes, mismatches (of losses), orphans (processes
-that outlived a job), files (lost, damaged or left over), unexplained (ends without a one-line error).
+A job on two CPU ranks takes some milliseconds per step and saves a checkpoint every second step, at random synchronously or
+asynchronously. There are four kinds of faults. A rank, all processes, the launcher or a data worker is killed while the job
+starts, trains or saves. A file of the newest checkpoint is truncated, or one of its bits is flipped. The disk is full. A
+gradient is not finite. After each fault the job is started again with the same command, or as the error advises. At the end
+every logged loss must be bit-identical to the loss of an undisturbed run. The printed counts are faults, resumes, mismatches
+(of losses), orphans (processes that outlived a job), files (lost, damaged or left over), and unexplained (ends without a
+one-line error).
 
 The seed repeats the choice of faults, but not their exact moments.
 """
@@ -66,10 +67,10 @@ PARALLEL = {
 }
 KILLS = ("rank", "all", "launcher", "worker")
 FAULTS = (*KILLS, "truncated", "flip", "disk", "nan")
-SECONDS = 120  # after which a process counts as hanging
+SECONDS = 120  # a process that takes longer counts as hanging
 SHOWN = ("faults", "resumes", "mismatches", "orphans", "files", "unexplained")
-FAULTS_PER_JOB = 50  # then its losses are compared
-GRACE = 10  # seconds that the other processes have to end after their launcher
+FAULTS_PER_JOB = 50  # the losses are compared after this many faults
+GRACE = 10  # seconds in which the other processes have to end after the launcher's end
 
 
 class Life:
@@ -117,7 +118,7 @@ class Life:
         return self.status is None
 
     def wait_until(self, condition: Callable[[], bool]) -> bool:
-        """Wait until `condition()` is true; return False if the job ends before."""
+        """Wait until `condition()` is true; return False if the job ends earlier."""
         deadline = time.monotonic() + SECONDS
         while not condition():
             if not self.is_running():
@@ -158,14 +159,14 @@ def children(pid: int) -> list[int]:
 
 
 def _left_behind() -> list[int]:
-    """Return the children of this process. It adopts processes whose parent has ended (PR_SET_CHILD_SUBREAPER)."""
+    """Return the children of this process, which adopts processes whose parent has ended (PR_SET_CHILD_SUBREAPER)."""
     while (pids := children(os.getpid())) and os.waitpid(-1, os.WNOHANG)[0]:
         pass
     return pids
 
 
 def _ranks_left() -> list[int]:
-    """Return `_left_behind` without data workers, which end within five seconds and write nothing."""
+    """Return the processes of `_left_behind` except data workers, which end within five seconds and write nothing."""
     return [pid for pid in _left_behind() if _name(pid) != "pt_data_worker"]
 
 
@@ -177,7 +178,7 @@ def _name(pid: int) -> str:
 
 
 class Survival:
-    """One job, the faults done to it, and what they showed."""
+    """One job, and the counts of its faults and of the problems that they caused."""
 
     def __init__(self, folder: Path, seed: int, parallel: str, small_disk: bool):
         self.folder, self.parallel, self.draw = folder, parallel, random.Random(seed)
@@ -187,7 +188,7 @@ class Survival:
         self.kind_counts: Counter[str] = Counter()
         self.losses: dict[int, set[float]] = {}
         self.seconds_to_start = 1.0
-        self.next_step = 1  # at which the next start has to resume
+        self.next_step = 1  # the step at which the next start has to resume
         self.problems: list[str] = []
         write_job(folder)
 
@@ -216,7 +217,7 @@ class Survival:
         from titanplans.training.checkpoint.manifest import damage
         from titanplans.training.trainer.jsonl import read_metrics
 
-        # If this start logged no step, the file is that of an earlier start.
+        # If this start logged no step, the file was written by an earlier start.
         for metrics in (
             read_metrics(self.folder / "out" / "metrics.jsonl") if "  loss " in life.output else ()
         ):
@@ -257,7 +258,7 @@ class Survival:
             )
 
     def kill(self, kind: str) -> None:
-        """Kill a process, or all, while the job starts, trains or saves."""
+        """Kill a process, or all processes, while the job starts, trains or saves."""
         life, draw = self.start(), self.draw
         moment = draw.choice(["starts", "trains", "saves"])
         if moment == "starts" and kind != "worker":
@@ -315,7 +316,7 @@ class Survival:
             self.next_step = 1
 
     def fill_the_disk(self) -> None:
-        """Leave too little space for a checkpoint: any amount, or almost enough."""
+        """Leave too little space for a checkpoint, sometimes almost enough, and check how the job ends."""
         filler = self.folder / "out" / "filler"
         filler.parent.mkdir(exist_ok=True)
         size = max((_size(path) for path in self.checkpoints.glob("step-*")), default=800_000)
@@ -338,7 +339,7 @@ class Survival:
     # The end
 
     def compare(self) -> None:
-        """Finish the job, run it once undisturbed, and compare the losses."""
+        """Finish the job, run the same job undisturbed, and compare the losses."""
         steps = max(self.losses, default=0) + 4
         last = self.start(f"--training.steps={steps}")
         if self.finish(last) != 0:
@@ -453,7 +454,7 @@ def _summary(counts: Counter[str], begin: float) -> str:
 
 
 def run(faults: int, seed: int) -> dict[str, int]:
-    """Return the counts after this many faults."""
+    """Inject this many faults, and return the counts."""
     from tests.support import process_groups
 
     with tempfile.NamedTemporaryFile() as results:
@@ -477,7 +478,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # the forked process unpickles functions by module, which must not be __main__
+    # the forked process unpickles functions by the name of their module, which must not be __main__
     from tests.support import survival
 
     status = survival.main()

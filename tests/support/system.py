@@ -1,4 +1,4 @@
-"""Change the surroundings of a test: an installed package, a full disk."""
+"""Change the environment of a test: install a package, or fill the disk."""
 
 import resource
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ def install_entry_point(folder: Path, group: str, name: str, value: str) -> None
 
 @contextmanager
 def largest_file(size: int) -> Iterator[None]:
-    """Limit the size of files to this many bytes, which acts like a full disk."""
+    """Limit the size of files to `size` bytes, which has the effect of a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

@@ -1,4 +1,4 @@
-"""A small language model that belongs to no library, with biases in most projections, and its plan as users write one."""
+"""A small language model that belongs to no library, with biases in most projections, and its plan, as a user writes it."""
 
 from types import SimpleNamespace
 
@@ -56,7 +56,7 @@ class Block(nn.Module):
 
 
 class Tiny(nn.Module):
-    """A language model that belongs to no library: the engine knows it only by its structure."""
+    """A language model that belongs to no library, so that the engine knows only its structure."""
 
     def __init__(self, tied=False):
         super().__init__()
@@ -106,7 +106,7 @@ class TinyPlan(TPPlan):
 def changed(plan, attn=None, mlp=None, model=None, **methods):
     """Return a subclass of `plan` with methods or styles replaced; a style of None removes the key.
 
-    `attn`, `mlp` and `model` are functions of the plan that return styles by key.
+    `attn`, `mlp` and `model` are functions that take the plan and return styles by key.
     """
 
     def merged(plan, edits):

@@ -1,6 +1,6 @@
 """Run `torchtitan.train` on a CPU over gloo, which torchtitan 0.3 does not support.
 
-`python -m tests.support.torchtitan_on_cpu` takes the arguments of `torchtitan.train`. Nothing of it is needed on a GPU.
+`python -m tests.support.torchtitan_on_cpu` takes the arguments of `torchtitan.train`. On a GPU, none of this is needed.
 """
 
 import runpy
@@ -31,7 +31,7 @@ class Cpu:
     def empty_cache(self) -> None: ...
 
 
-# Before other modules import these values. torchtitan takes "cuda" if there is no accelerator.
+# Set before other modules import these values. Without an accelerator torchtitan uses "cuda".
 utils.device_type, utils.device_module = "cpu", Cpu()
 
 import torchtitan.trainer as trainer  # noqa: E402
@@ -39,5 +39,7 @@ import torchtitan.trainer as trainer  # noqa: E402
 from titanplans import kernels  # noqa: E402
 
 kernels.install("cpu")
-trainer.dist_utils.set_pg_timeouts = lambda **kwargs: None  # its barrier names a device, which gloo has not
+trainer.dist_utils.set_pg_timeouts = lambda **kwargs: (
+    None
+)  # its barrier names a device, which gloo does not support
 runpy.run_module("torchtitan.train", run_name="__main__")

@@ -57,7 +57,7 @@ DEGREE, LOSS_PARALLEL = "--parallelism.tensor_parallel_degree=2", "--parallelism
 
 
 def write_inputs(folder: Path) -> Path:
-    """Write job, models and text into `folder`, where ranks find them by TEST_FOLDER; return it."""
+    """Write a job, models and a text into `folder`, make TEST_FOLDER name it for ranks, and return it."""
     os.environ["TEST_FOLDER"] = str(folder)
     (folder / "job.toml").write_text(JOB)
     for name, config in MODELS.items():
@@ -71,7 +71,7 @@ def write_inputs(folder: Path) -> Path:
 
 
 class Recorder:
-    """A metrics logger that keeps what it logs in `rows`, and passes it to other loggers."""
+    """A metrics logger that keeps in `rows` what it logs, and passes it on to other loggers."""
 
     def __init__(self, *others):
         self.others, self.rows = others, []
@@ -90,9 +90,9 @@ class Recorder:
 
 
 def train(folder: Path, model: str, dump: str, *options: str, prepare=None):
-    """Run a job in this process, within the existing process group; return what it logged, and the trainer.
+    """Run a job in this process, within the existing process group; return the logged metrics, and the trainer.
 
-    `model` is the name of a config file in `folder`, or "module:Class". `prepare(trainer)` is called before it trains.
+    `model` is the name of a config file in `folder`, or "module:Class". `prepare(trainer)` is called before training.
     """
     from titanplans.config import load_job
     from titanplans.training.trainer.device import prepare_device

@@ -1,7 +1,7 @@
-"""Records calls of FLA's kernels by the layers of tiny models, and compares each kernel with its stand-in.
+"""Record the calls of FLA's kernels in the layers of tiny models, and compare each kernel with its stand-in.
 
-A call is recorded while a model runs with the stand-ins. Then kernel and stand-in compute it, forward and backward, on
-copies of its arguments.
+A call is recorded while a model runs with the stand-ins. Later, kernel and stand-in both compute its forward and its
+backward on copies of its arguments.
 """
 
 import functools
@@ -25,8 +25,8 @@ Compute = Callable[..., Any]
 TOLERANCE = 1e-5
 """Relative tolerance in float32: a kernel and its stand-in sum in different orders."""
 ROUNDING = 8
-"""A larger difference is allowed if the kernel's error against float64 is at most this many times the stand-in's, since the
-kernel sums block by block."""
+"""A larger difference is allowed if the kernel's error is at most this many times the stand-in's, because the kernel sums
+block by block. Errors are relative to float64."""
 
 
 class Call(NamedTuple):
@@ -41,21 +41,21 @@ class Call(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Equal for calls that need only one comparison: shapes, dtypes, lengths of documents, options."""
+        """A key of shapes, dtypes, document lengths and options. Of calls with equal keys, one is compared."""
         return f"{self.place} {tree_map(_signature, (self.args, self.kwargs))}"
 
 
 class Difference(NamedTuple):
-    """Relative differences of one tensor: the norm of the difference, divided by the norm."""
+    """Relative differences of one tensor: the norm of the difference divided by the norm of the tensor."""
 
     tensor: str
     """The name of the output or gradient."""
     between: float
-    """Between the kernel and its stand-in."""
+    """The difference between the kernel and its stand-in."""
     kernel: float
-    """Between the kernel and the stand-in in float64."""
+    """The difference between the kernel and the stand-in in float64."""
     stand_in: float
-    """Between the stand-in and the stand-in in float64."""
+    """The difference between the stand-in and the stand-in in float64."""
 
     def is_wrong(self, tolerance: float = TOLERANCE) -> bool:
         """Whether rounding in float32 does not explain the difference."""
@@ -68,9 +68,9 @@ class Difference(NamedTuple):
 KERNELS: dict[str, tuple[Compute, Compute]] = {}
 """Stand-in and kernel, by the key in `REFERENCES`."""
 _calls: list[Call] | None = None
-"""Where calls are recorded; None: nowhere."""
+"""The list to which calls are appended; None: calls are not recorded."""
 _depth = 0
-"""How many recorded stand-ins are running; calls from inside another are not recorded."""
+"""How many stand-ins are running, one inside another. Only calls at depth 0 are recorded."""
 
 
 def start() -> None:
@@ -106,7 +106,7 @@ def start() -> None:
 
 
 def siblings(call: Call) -> Iterator[Call]:
-    """Yield the same call of the other kernels of a recurrence: of `fused_recurrent_kda` for `chunk_kda`, say."""
+    """Yield the same call for the other kernels of a recurrence, e.g. for `fused_recurrent_kda` if it is of `chunk_kda`."""
     folder = call.place.removeprefix("fla.ops.").partition(".")[0]
     places = [f"fla.ops.{folder}.{kind}:{kind}_{folder}" for kind in FORMULAS.get(folder, ())[1:]]
     for place in places if call.place in places else ():
@@ -125,7 +125,7 @@ def siblings(call: Call) -> Iterator[Call]:
 
 @contextmanager
 def recorded() -> Iterator[list[Call]]:
-    """Collect the calls that the body makes."""
+    """Yield a list to which the kernel calls in the body are appended."""
     global _calls
     _calls = calls = []
     try:
@@ -136,7 +136,7 @@ def recorded() -> Iterator[list[Call]]:
 
 @contextmanager
 def real() -> Iterator[None]:
-    """Run the kernels, instead of their stand-ins, in the body and in backwards that it calls."""
+    """Run kernels instead of their stand-ins in the body, also in a backward that the body runs."""
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     use_interpreter()
     with warnings.catch_warnings():
@@ -152,7 +152,7 @@ def real() -> Iterator[None]:
 
 @contextmanager
 def widened() -> Iterator[None]:
-    """Let kernels in the body keep float32 where they round intermediate values to 16 bits."""
+    """Let kernels in the body keep intermediate values in float32 that they otherwise round to 16 bits."""
     interpreted.widen()
     try:
         yield
@@ -161,7 +161,7 @@ def widened() -> Iterator[None]:
 
 
 def compare(call: Call, *, states: bool = True) -> list[Difference]:
-    """Return the differences of the outputs, and of the gradients of a randomly weighted sum of them.
+    """Return the differences of the outputs, and of the gradients of a randomly weighted sum of the outputs.
 
     A kernel that has no backward is compared by its outputs.
 
@@ -183,7 +183,7 @@ def compare(call: Call, *, states: bool = True) -> list[Difference]:
 def differences(
     kernel: dict[str, torch.Tensor], stand_in: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]
 ) -> list[Difference]:
-    """Return the differences of each of the kernel's tensors from the other two of the same name."""
+    """Return for each tensor of the kernel how it and the other two tensors of the same name differ."""
     return [
         Difference(
             name,
@@ -261,5 +261,5 @@ def _signature(x: Any) -> Any:
 def _copy_of(x: Any) -> Any:
     if not isinstance(x, torch.Tensor):
         return x
-    # Within an autograd.Function gradients are disabled, so a copy there needs none.
+    # Gradients are disabled inside an autograd.Function, so a copy made there does not require them.
     return x.detach().clone().requires_grad_(x.requires_grad and torch.is_grad_enabled())

@@ -8,7 +8,7 @@ class Deviation(NamedTuple):
 
     why: str
     states: tuple[str, ...] = ()
-    """Prefixes of the tensors that are wrong in calls with states, even if the loss includes the first output only."""
+    """Name prefixes of the tensors that are wrong in calls with states, even if the loss includes only the first output."""
 
 
 _SOLVER = Deviation(
@@ -34,4 +34,4 @@ DEVIATIONS = {
     "fla.ops.mesa_net.chunk:chunk_mesa_net": _SOLVER,
     "fla.ops.mesa_net.decoding_one_step:mesa_net_decoding_one_step": _SOLVER,
 }
-"""By the key of the kernel in `REFERENCES`."""
+"""Each deviation by the kernel's key in `REFERENCES`."""

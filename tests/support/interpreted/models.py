@@ -11,9 +11,9 @@ from titanplans.modeling.samples import build_real, sample_inputs
 from titanplans.training.trainer.documents import BY_CU_SEQLENS
 
 _OTHER_SIZES: dict[str, dict[str, Any]] = {
-    "path_attn": dict(num_heads=4),  # 16, 32, 64 or 128 a head
-    "log_linear_mamba2": dict(state_size=64),  # a multiple of 64
-    "nsa": dict(block_size=16, block_counts=4),  # more blocks than it selects
+    "path_attn": dict(num_heads=4),  # the head size has to be 16, 32, 64 or 128
+    "log_linear_mamba2": dict(state_size=64),  # has to be a multiple of 64
+    "nsa": dict(block_size=16, block_counts=4),  # there have to be more blocks than are selected
 }
 """Sizes for families whose kernels refuse the zoo's sizes."""
 NO_CACHE = {
@@ -25,9 +25,9 @@ NO_CACHE = {
 }
 """Families that have no cache, or whose kernel and stand-in can't use each other's cache."""
 ONE_AT_A_TIME = ("forgetting_transformer", "mom", "yoco")
-"""Families that continue from a cache by one token at a time, without gradients."""
+"""Families that continue from a cache only one token at a time, and without gradients."""
 LENGTHS = (30, 64, 130)
-"""Below, at and above a chunk, which is 64 tokens or fewer."""
+"""Sequence lengths: below, equal to and above the length of a chunk, which is 64 tokens or fewer."""
 DOCUMENTS = (1, 3, 63, 63)
 
 

@@ -1,18 +1,18 @@
-"""Models of the zoo in odd sizes with every option of the config that changes a style of the plan, and their plans.
+"""The registered plans, and models of the zoo in odd sizes with every config option that changes a style of the plan.
 
     registered     model here     what its plan has that the plans above do not
     transformer    itself         biases, q/k norms, residual mixing
     gla            itself         a mixer with short convolutions and an output gate
     llama          itself         biases in every projection
-    mistral        llama          nothing, it is the same class
+    mistral        llama          nothing, because the plan is the same class
     qwen2          itself         tied weights
     qwen3          itself         q/k norms
     gemma3_text    itself         four norms, windows, soft caps, tied and scaled embedding
     gemma3         itself         vision tower, projector, images
 
-Where two plans agree at a key, its mutants are made for the first (tests/support/mutants/corpus.py). All models but the last
-have two blocks, 32 wide, with four heads and two key/value heads; at tp 4, two ranks share a key/value head. Neither degree
-divides the vocabulary of 51 or the MLPs of 47.
+If two plans agree at a key, mutants are made only for the first (tests/support/mutants/corpus.py). All models except the
+last have two blocks with a hidden size of 32, four heads and two key/value heads; at tp 4, two ranks share a key/value
+head. Neither 2 nor 4 divides the vocabulary size of 51 or the MLP width of 47.
 """
 
 from dataclasses import dataclass, field
@@ -52,7 +52,7 @@ class Architecture:
     fields: dict[str, Any] = field(hash=False)
     """Fields of the config that differ from the zoo's."""
     eager: bool = False
-    """Use transformers' eager attention, which counts heads by attributes, and has a soft cap."""
+    """Use transformers' eager attention, which takes the number of heads from attributes and has a soft cap."""
 
     @property
     def plan(self) -> type[TPPlan]:
@@ -67,7 +67,7 @@ class Architecture:
 
     @cache  # noqa: B019 -- only the few frozen instances of this module are cached
     def reference(self) -> ReferenceRun:
-        """Return the run of the unsplit model, computed once for all mutants of the architecture."""
+        """Return the run of the unsplit model. It is computed once for all mutants of the architecture."""
         model = self.build()
         randomise(model, seed=0)
         inputs = None

@@ -1,4 +1,4 @@
-"""Styles that reproduce bugs which other libraries shipped, where the faults in mutants/faults.py do not have them."""
+"""Styles that reproduce bugs of other libraries' releases, if the faults in mutants/faults.py do not include them."""
 
 from typing import Any
 
@@ -17,7 +17,12 @@ from titanplans.styles.vocab_head import VocabHead
 
 
 def changed(plan: type[TPPlan], **changes: Any) -> type[TPPlan]:
-    """Return `plan` with some styles replaced, given functions by the last name of the key: (plan, old style) -> style."""
+    """Return `plan` with some styles replaced.
+
+    Args:
+        plan: a class of plans.
+        changes: functions (plan, old style) -> new style, by the last component of the key.
+    """
 
     class Changed(plan):  # type: ignore[misc, valid-type]
         def full_plan(self, model: nn.Module) -> Plan:
@@ -30,7 +35,7 @@ def changed(plan: type[TPPlan], **changes: Any) -> type[TPPlan]:
 
 
 def counted_on_every_rank(style: ReplicatedOnStream) -> ParallelStyle:
-    """Label a replicated parameter as a shard, so that a norm over all shards counts it once for each rank."""
+    """Label replicated parameters as shards, so that a norm over all shards counts them once for each rank."""
 
     def install(original: Install, module: nn.Module, border: Border) -> None:
         original(module, border)

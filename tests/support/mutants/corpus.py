@@ -1,7 +1,8 @@
-"""The corpus of mutants: every operator at every key of every plan, once where several plans agree at the key.
+"""The corpus of mutants: every operator applied at every key of every plan, but only once if plans agree at the key.
 
 Two plans agree at a key if they give the same style to the same module of models of the same library (`Site.likeness`), and
-the later plan's module has no parameter that the earlier one's lacks: llama's projections with biases stand for all without.
+the later plan's module has no parameter that the earlier plan's module lacks. For example, llama's projections with biases
+stand for all projections without biases.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ from titanplans.styles.kv_colwise import KVColwise
 from titanplans.styles.replicated_off_stream import ReplicatedOffStream
 
 LOCAL_ATTRIBUTES = "local_attributes"
-"""Name of the one operator that changes no style: a mixer keeps its attributes of the unsplit model."""
+"""The name of the only operator that changes no style: a mixer keeps the attributes that it has in the unsplit model."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,10 @@ class Mutant:
 
     @property
     def effect(self) -> object:
-        """Return a key that is equal for mutants which compute the same: no hooks, and the same layouts at the same key."""
+        """Return a value that is equal for mutants that compute the same.
+
+        These have styles without hooks, and the same layouts at the same key.
+        """
         style = self.change
         if not isinstance(style, Style) or type(style).by_weights is not Style.by_weights:
             return self
@@ -63,7 +67,7 @@ class Mutant:
 
 @cache
 def corpus() -> dict[Architecture, list[Mutant]]:
-    """Return for each architecture the mutants that no architecture before it has."""
+    """Return for each architecture the mutants that no earlier architecture has."""
     parameters_of_earlier: dict[tuple, list[set[str]]] = {}
     by_architecture = {}
     for architecture in ARCHITECTURES:
@@ -81,7 +85,7 @@ def corpus() -> dict[Architecture, list[Mutant]]:
 def mutants(architecture: Architecture) -> Iterator[Mutant]:
     """Yield all mutants of one plan, with and without sequence parallelism where that makes a difference.
 
-    They are proved at tp 2. Those of key/value heads are proved again at tp 4, where ranks share these heads.
+    The mutants are for tp 2. Those of key/value heads are yielded again for tp 4, where ranks share these heads.
     """
     model = architecture.reference().pristine
     for degree in (2, 4):
@@ -144,7 +148,7 @@ def mutated(base: type[TPPlan], key: str, operator: Callable[[Site], Change]) ->
     class Mutated(base):  # type: ignore[misc, valid-type]
         def full_plan(self, model: nn.Module) -> Plan:
             plan = super().full_plan(model)
-            # Assigned at the key's position in the dict: of tied weights the first key decides.
+            # The key keeps its position in the dict, because among tied weights the first key decides.
             plan[key] = operator(Site(key, plan[key], model, self))
             return {name: style for name, style in plan.items() if style != DROP}
 
@@ -152,7 +156,7 @@ def mutated(base: type[TPPlan], key: str, operator: Callable[[Site], Change]) ->
 
 
 def forgetful(base: type[TPPlan], mixer: nn.Module) -> type[TPPlan]:
-    """Return `base` without local attributes for the first block's mixer."""
+    """Return `base` without local attributes for `mixer`, the first block's."""
 
     class Forgetful(base):  # type: ignore[misc, valid-type]
         def local_attributes(self, attn: nn.Module) -> dict[str, int]:

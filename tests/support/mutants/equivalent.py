@@ -1,4 +1,4 @@
-"""Mutants that change nothing, with the reasons: these must pass the proof, and no others may."""
+"""Mutants that change nothing, and why. These must pass the proof, and no other mutant may pass."""
 
 import re
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from tests.support.mutants.corpus import LOCAL_ATTRIBUTES, Mutant
 
 @dataclass(frozen=True)
 class Equivalence:
-    """A group of mutants by operator, key, options and architecture, and why they are equivalent."""
+    """A group of mutants, given by operator, key, options and architectures, and why they are equivalent to the plan."""
 
     operator: str
     key: str
@@ -60,7 +60,7 @@ EQUIVALENT = (
         r"model\.embed.*|lm_head",
         "every rank holds the full vocabulary and does all of the work; on a replicated stream it has the full gradient",
         sequence_parallel=False,
-        architectures="transformer|llama",  # with tied weights, as in the others, it is refused
+        architectures="transformer|llama",  # the others have tied weights, for which the mutant is refused
     ),
     Equivalence(
         _name(operators.as_before_stream),
@@ -90,5 +90,5 @@ EQUIVALENT = (
 
 
 def equivalence(mutant: Mutant) -> Equivalence | None:
-    """Return the row that covers `mutant`; None if it changes the mathematics."""
+    """Return the group that covers `mutant`; None if the mutant computes something else."""
     return next((row for row in EQUIVALENT if row.covers(mutant)), None)

@@ -1,6 +1,6 @@
 """Styles with one fault each, made from a correct style.
 
-Each is a subclass of the correct style's class, made at run time, so that strict application accepts it as that style.
+The class of each is a subclass of the correct style's class, made at run time, so that the plan's checks accept it.
 """
 
 import copy
@@ -20,7 +20,7 @@ from titanplans.styles.vocab_embedding import VocabEmbedding
 
 
 def on_stream(style: Style, stream: StreamLayout) -> Style:
-    """Return `style` with activations and gradients laid out for `stream` instead of its plan's stream."""
+    """Return `style` with activations and gradients laid out for `stream` instead of the plan's stream."""
     base = type(style).layout
 
     def layout(self: Style, name: str, param: nn.Parameter, over: SplitOver) -> Layout | None:
@@ -35,7 +35,7 @@ def on_stream(style: Style, stream: StreamLayout) -> Style:
 
 
 def with_option(style: Style, **options: Any) -> Style:
-    """Return a copy of `style` with other arguments."""
+    """Return a copy of `style` with some arguments changed."""
     other = copy.copy(style)
     vars(other).update(options)
     return other
@@ -67,7 +67,7 @@ def _relabelled(style: Style, name: str, old: Any, new: Any) -> Style:
 
 
 def with_rows(style: Style, change: Any) -> Style:
-    """Let each rank hold `change(rows)` instead of the correct rows."""
+    """Let each rank store `change(rows)` instead of the correct rows."""
     base = type(style).layout
 
     def layout(self: Style, name: str, param: nn.Parameter, over: SplitOver) -> Layout | None:
@@ -85,7 +85,7 @@ def with_rows(style: Style, change: Any) -> Style:
 
 
 class _Unsummed(Border):
-    """The forward is correct; in the backward each rank slices its own gradient, which is not summed over the ranks."""
+    """The forward is correct. In the backward each rank slices its own gradient, and gradients are not summed over ranks."""
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         if self.stream.dim is None:
@@ -179,7 +179,7 @@ def bias_forgotten(style: Rowwise) -> Style:
 
 
 def shifted(style: Style, rows: int) -> Style:
-    """Shift the shards by `rows`, so that the values of a shard are not those of its position."""
+    """Shift the shards by `rows`, so that each shard has the values of another position."""
 
     def install(original: Install, module: nn.Module, border: Border) -> None:
         original(module, border)
@@ -207,7 +207,7 @@ def other_head(style: Style) -> Style:
 
 
 def offset_by_local_rows(style: VocabEmbedding) -> Style:
-    """Compute a rank's first token as rank x its own number of rows, which is smaller on the last rank."""
+    """Compute a rank's first token as rank x the rank's number of rows, which is smaller on the last rank."""
 
     def offset(module: nn.Module, border: Border) -> int:
         weight = module._parameters["weight"]
@@ -218,7 +218,7 @@ def offset_by_local_rows(style: VocabEmbedding) -> Style:
 
 
 def offset_by_one(style: VocabEmbedding) -> Style:
-    """Let each rank take its first token to be one higher than it is."""
+    """Add one to the first token of each rank's shard."""
     return _offset(style, lambda module, border: -1)
 
 

@@ -28,7 +28,7 @@ def drop(site: Site) -> Change:
 
 
 def swap(site: Site) -> Change:
-    """Colwise becomes Rowwise, and the reverse."""
+    """Replace Colwise by Rowwise, and the reverse."""
     if isinstance(site.style, Colwise):
         return Rowwise(reduce_output=False)
     return Colwise() if isinstance(site.style, Rowwise) else SKIP
@@ -53,7 +53,7 @@ def split(site: Site) -> Change:
 
 
 def on_other_stream(site: Site) -> Change:
-    """Lay out activations for a replicated stream where the rest of the plan shards it, and the reverse."""
+    """Lay out activations for a replicated stream if the rest of the plan shards the stream, and the reverse."""
     style = site.style
     lays_out = isinstance(style, Region | VocabHead)
     lays_out |= isinstance(style, Rowwise) and style.reduce_output
@@ -62,13 +62,13 @@ def on_other_stream(site: Site) -> Change:
 
 
 def gradient_of_other_stream(site: Site) -> Change:
-    """Do the same with a style for which the stream decides only the gradient's layout."""
+    """Do as `on_other_stream` does for a style of which the stream decides only the gradient's layout."""
     depends_on_stream = isinstance(site.style, ReplicatedOnStream)
     return faults.on_stream(site.style, site.other_stream) if depends_on_stream else SKIP
 
 
 def begin_elsewhere(site: Site) -> Change:
-    """The sharded stream begins at the embedding instead of the first block, and the reverse."""
+    """Begin the sharded stream at the embedding instead of the first block, and the reverse."""
     if isinstance(site.style, VocabEmbedding) and site.plan.options.sequence_parallel:
         return faults.with_option(site.style, begins_stream=not site.style.begins_stream)
     return SKIP
@@ -117,7 +117,7 @@ def untied(site: Site) -> Change:
 
 
 def shift_one(site: Site) -> Change:
-    """Shift the shards by one head; outside of mixers by one channel or token."""
+    """Shift the shards by one head, or outside of mixers by one channel or token."""
     # Tied weights are distributed by the embedding's style.
     sharded = site.is_sharded and not (isinstance(site.style, VocabHead) and site.is_tied)
     return faults.shifted(site.style, site.head_rows or 1) if sharded else SKIP
@@ -154,7 +154,7 @@ def as_before_stream(site: Site) -> Change:
 
 
 def other_loss(site: Site) -> Change:
-    """Gather the logits where the loss would take shards, and the reverse."""
+    """Gather the logits if the loss takes shards, and the reverse."""
     if isinstance(site.style, VocabHead):
         return faults.with_option(site.style, loss_parallel=not site.style.loss_parallel)
     return SKIP
@@ -188,7 +188,7 @@ FORWARD: tuple[Callable[[Site], Change], ...] = (
     offset_by_local_rows,
     offset_by_one,
 )
-"""Applied in the first block: a fault in the forward spreads to all later modules, and yet its module has to be named."""
+"""Applied in the first block: a forward's fault spreads to all later modules, but the proof has to name its module."""
 
 BACKWARD: tuple[Callable[[Site], Change], ...] = (
     gradient_of_other_stream,
@@ -200,7 +200,7 @@ BACKWARD: tuple[Callable[[Site], Change], ...] = (
     as_in_region,
     as_before_stream,
 )
-"""Applied in the last block, for the same reason."""
+"""Applied in the last block, because a backward's fault spreads to all earlier modules."""
 
 AT_SHARED_HEADS: tuple[Callable[[Site], Change], ...] = (replicate, other_head, not_shared, unreduced)
 """Applied again at tp 4, where ranks share key/value heads."""
@@ -215,4 +215,4 @@ STREAM_INDEPENDENT: tuple[Callable[[Site], Change], ...] = (
     not_shared,
     unreduced,
 )
-"""Inside a region these do not depend on the layout of the stream."""
+"""Inside a region these faults do not depend on the layout of the stream."""

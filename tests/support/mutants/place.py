@@ -1,17 +1,17 @@
-"""Which module a verdict names, and whether it is the right one.
+"""Find the module that a verdict names, and check that it is the right one.
 
-A fault in a style first shows at one of four groups of modules, and the operator decides at which:
+The operator decides at which of four groups of modules a fault in a style shows first:
 
 - `HERE`: a wrong value or a wrongly labelled gradient shows at the output or a parameter of the module itself. Only this
-  module may be named. (If it never runs, because a fused module uses its weight, the fault shows at the module that runs.)
-- `BEFORE`: a fault in the backward of a module's input shows at the output of the module that finished last before it.
+  module may be named. (If it never runs because a fused module uses its weight, the fault shows at the fused module.)
+- `BEFORE`: a wrong gradient of a module's input shows at the output of the module that finished last before this module.
 - `STREAM`: if the residual stream has another layout than the rest of the plan assumes, token-wise functions are still
-  right. The fault shows where it meets the other layout: at the next region, or where the block adds the residual. Allowed
-  are the modules up to the end of the block (of the first block, for modules before it), those around the module, and
+  right. The fault shows where the two layouts meet: at the next region, or where the block adds the residual. Allowed are
+  the modules up to the end of the block (of the first block, for modules before it), the modules around the faulty one, and
   the next one.
-- all others: another kind of style makes outputs that are wrong only for the modules that use them. Allowed are the module,
-  those inside it, the one around it, the next to finish, and those of the same mixer or MLP. Attention itself is code
-  without a module, so a head too many in k shows at o.
+- all others: another kind of style makes outputs that are wrong only for the modules that use them. Allowed are the faulty
+  module, the modules inside it, the one around it, the next to finish, and the modules of the same mixer or MLP. Attention
+  itself is code without a module, so a head too many in k shows at o.
 """
 
 import re
@@ -51,7 +51,7 @@ _RUNS = re.compile(r"in (?:the backward of )?(\S+)(?: after (\S+))?")
 
 
 def is_right(verdict: Verdict) -> bool:
-    """Whether the refusal names the key or its region, or the failing case one of the allowed modules."""
+    """Return whether the refusal names the key or its region, or whether the failing case names an allowed module."""
     mutant = verdict.mutant
     reference = mutant.architecture.reference()
     if verdict.refusal is None:
@@ -85,7 +85,7 @@ def allowed(operator: str, key: str, reference: ReferenceRun) -> set[str]:
 
 
 def named(case: CaseResult, model: nn.Module) -> set[str]:
-    """Return the modules of `model` at which a failing case first differs, or at which it raises an error."""
+    """Return the modules of `model` at which a failing case first differs from the unsplit model, or raises an error."""
     if case.finding is not None:
         return {_module(case.finding.first.name, model)}
     where_raised = next((check.where for check in case.checks if check.what == "runs"), None)
@@ -100,7 +100,7 @@ def named(case: CaseResult, model: nn.Module) -> set[str]:
 
 
 def _module(point: str, model: nn.Module) -> str:
-    """Return the module of an output, of an output's gradient, or of a parameter, by the name in a report."""
+    """Return the module to which `point` of a report belongs: an output, an output's gradient, or a parameter."""
     name = point.removeprefix("gradient of the output of ").partition(" ")[0]
     return _parent(name) if name in dict(model.named_parameters(remove_duplicate=False)) else name
 

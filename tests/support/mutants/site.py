@@ -1,4 +1,4 @@
-"""A key of a correct plan with the properties that operators depend on."""
+"""A key of a correct plan, with the properties that the operators use."""
 
 from dataclasses import dataclass, replace
 
@@ -16,7 +16,7 @@ from titanplans.styles.rowwise import Rowwise
 
 @dataclass(frozen=True)
 class Site:
-    """A key of a plan, its style, and the model that it belongs to."""
+    """A key of a plan, the style at this key, the model, and the plan."""
 
     key: str
     style: Style
@@ -64,7 +64,7 @@ class Site:
 
     @property
     def head_rows(self) -> int | None:
-        """Rows of the weight of one head, or columns if the style is Rowwise; None outside of mixers."""
+        """The number of weight rows (columns, if the style is Rowwise) that belong to one head; None outside of mixers."""
         decoder = find_decoder(self.model, required=False)
         if (mixer_name := decoder.mixer_around(self.key)) is None:
             return None
@@ -77,7 +77,7 @@ class Site:
 
     @property
     def likeness(self) -> tuple:
-        """A key that is equal where two plans agree: library, position in the model, style and its settings."""
+        """A value that is equal if two plans agree: library, position in the model, the style and its settings."""
         decoder = find_decoder(self.model)
         block = next((name for name in decoder.names if self.key.startswith(f"{name}.")), None)
         mixer = next((m for n, m in decoder.mixers.items() if f"{self.key}.".startswith(f"{n}.")), None)

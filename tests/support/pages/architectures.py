@@ -28,7 +28,7 @@ unsplit model, in float64.
 
 
 def shipped_plans() -> dict[str, type]:
-    """Return the plans in `plans/` by model type, without those of other packages."""
+    """Return the plans of titanplans by model type, without the plans of other packages."""
     plans = registered_plans()
     return {name: plan for name, plan in plans.items() if plan.__module__.startswith("titanplans.plans.")}
 
@@ -39,7 +39,7 @@ def page() -> str:
 
 
 def rows() -> Iterator[tuple[str, ...]]:
-    """Yield the cells of each architecture."""
+    """Yield the table's row of each architecture."""
     for listed in architectures(list(shipped_plans())):
         yield (
             f"`{listed.name}`",
@@ -54,7 +54,7 @@ def rows() -> Iterator[tuple[str, ...]]:
 
 @cache
 def variants(name: str) -> str:
-    """Return the proved options of an architecture: of each variant the config fields that not all variants have alike."""
+    """Return an architecture's proved options: for each variant, the config fields that differ between the variants."""
     if name in zoo.ARCHITECTURES:
         return ", ".join(f"{k} = {v}" for k, v in zoo.ARCHITECTURES[name].options.items()) or "plain"
     all_fields = zoo.FAMILIES[name]

@@ -1,6 +1,6 @@
-"""The table of docs/generated/async_tp.md: how async TP hides the collectives of a block of every registered architecture.
+"""The table of docs/generated/async_tp.md: how async TP hides the collectives of each registered architecture's blocks.
 
-python docs/generate.py async_tp.md     # writes the table; five to ten minutes on two quiet cores
+python docs/generate.py async_tp.md     # writes the table; takes five to ten minutes on two idle cores
 """
 
 import sys
@@ -24,7 +24,7 @@ def decided(name, *options):
 
 
 def line(name):
-    """Compute the decision for an architecture; return its row of the table and the decision, or None if dynamo fails."""
+    """Decide about an architecture; return its row of the table and the decision, which is None if dynamo fails."""
     try:
         decision = decided(name, "--batch-size", "1")
     except VerifyError as error:
@@ -33,7 +33,7 @@ def line(name):
 
 
 def row(name, decision):
-    """Return the row of a decision: hidden collectives of all, what overlaps, and what hides none."""
+    """Return the row of a decision: hidden and total collectives, what overlaps with them, and why others are not hidden."""
     verdicts = [verdict for blocks in decision.blocks for verdict in blocks.collectives]
     counts = []
     for backward in (False, True):
@@ -45,7 +45,7 @@ def row(name, decision):
 
 
 def failed(name, error):
-    """Return the row of an architecture at whose blocks dynamo fails."""
+    """Return the row of an architecture whose blocks dynamo can't compile."""
     reason = str(error).partition("as in training: ")[2].partition("; leave out")[0]
     return _line(name, "", "", "", f"not decided, since dynamo fails at its blocks: {reason}")
 
@@ -60,7 +60,7 @@ def _where(verdict):
 
 
 def _short(obstacle):
-    """Return the obstacle, shortened to "alone" for operators that are never fused, which the page explains once."""
+    """Return `obstacle`, or "alone" for operators that are never fused; the page explains this word once."""
     return "alone" if obstacle.endswith("never fused") else obstacle
 
 

@@ -1,10 +1,10 @@
-"""Every combination of the options that affect each other: which are refused, which run, and the page of both.
+"""Every combination of the options that affect each other: which are refused, which run, and the page that lists both.
 
-    python -m tests.support.pages.combinations            # runs all that are not refused; half an hour on 2 cores
+    python -m tests.support.pages.combinations            # runs all that are not refused; takes half an hour on 2 cores
     python -m tests.support.pages.combinations --page     # writes docs/generated/combinations.md
 
-A combination runs one step of a tiny model over real process groups. Loss, gradient norm and every gradient are compared
-with those of one process.
+A combination runs one step of a tiny model over real process groups. Its loss, gradient norm and gradients are compared with
+those of one process.
 """
 
 import argparse
@@ -69,7 +69,7 @@ RECOMPUTE = {
 DATA = ("fsdp", "hsdp", "ddp")
 NO_PIPELINE = ""
 SCHEDULES = ("1F1B", "ZBVZeroBubble")
-"""Schedules of pipelines over 2 processes. ZBVZeroBubble has 2 stages in each, and splits the backward."""
+"""Pipeline schedules over 2 processes. ZBVZeroBubble has 2 stages in each process, and splits the backward."""
 TENSOR_IN_STAGES = (
     "none",
     "tp 2",
@@ -108,7 +108,7 @@ class Combination(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """The smallest number of ranks: FSDP and HSDP also shard over the context-parallel ranks."""
+        """The smallest number of ranks for the combination. FSDP and HSDP also shard over context-parallel ranks."""
         if self.cp == 1:
             return 2 * self.pp * self.tp * (2 if self.data == "hsdp" else 1)
         return 2 * self.pp * self.tp * (1 if self.tp == 2 and self.data == "fsdp" else 2)
@@ -145,7 +145,11 @@ ALL = [
 
 
 def strategy(combination, backend="aot_eager"):
-    """Return the strategy of a model that is not in stages; raises where the strategy itself refuses."""
+    """Return the strategy of a model without stages.
+
+    Raises:
+        UserError: the strategy refuses its options.
+    """
     from titanplans.parallel import read_strategy
 
     values = {
@@ -160,7 +164,11 @@ def strategy(combination, backend="aot_eager"):
 
 
 def job(combination):
-    """Return the pipeline job of the combination; raises where a job is refused."""
+    """Return the pipeline job of the combination.
+
+    Raises:
+        UserError: the job is refused.
+    """
     from titanplans.config.schema import build_job
 
     degrees = combination.degrees
@@ -187,7 +195,7 @@ def job(combination):
 
 
 def case_of(combination):
-    """Return the case of the combination; in a pipeline its batch has two micro batches or more."""
+    """Return the combination's case for `step_comparison`. In a pipeline, its batch has at least two micro batches."""
     return step_comparison.Case(
         functools.partial(build, combination.kind, combination.pp),
         functools.partial(parallelise, combination),
@@ -199,14 +207,14 @@ def case_of(combination):
 
 @functools.cache
 def config_of(kind, pp):
-    """Return the config of a kind with two blocks for each pipeline rank. A pipeline has no load-balancing loss."""
+    """Return a kind's config with two blocks for each pipeline rank, and in a pipeline without load-balancing loss."""
     fields = FIELDS[kind] | ({"output_router_logits": False} if kind == "qwen3_moe" and pp > 1 else {})
     return zoo.config(kind, **SIZES, **fields, num_hidden_layers=2 * pp)
 
 
 @functools.cache
 def on_meta(kind, pp):
-    """Return the tiny model of a kind on the meta device; it is cached, so callers must not change it."""
+    """Return the tiny model of a kind on the meta device. It is cached, so callers must not change it."""
     from titanplans import kernels, modeling
 
     kernels.install("cpu")
@@ -214,7 +222,7 @@ def on_meta(kind, pp):
 
 
 def build(kind, pp):
-    """Return the tiny model of a kind with initialized weights, the same each time."""
+    """Return the tiny model of a kind, with the same initial weights each time."""
     from titanplans import modeling
 
     model = copy.deepcopy(on_meta(kind, pp))
@@ -241,10 +249,10 @@ def refusal(combination):
 
 
 def run_one(combination):
-    """Run the combination on this rank of its world; return the worst error of a gradient, and how often it ran compiled.
+    """Run the combination on this rank; return the worst error of a gradient, and the number of compiled graphs.
 
     Raises:
-        AssertionError: loss, norm or a gradient is not that of one process.
+        AssertionError: the loss, the norm or a gradient differs from that of one process.
     """
     from torch._dynamo.utils import counters
 
@@ -264,7 +272,7 @@ def run_one(combination):
 
 
 def parallelise(combination, model):
-    """Return the model as the combination splits it on this rank."""
+    """Split `model` as the combination does; return this rank's part, and how to train it."""
     from titanplans.parallel import cross_entropy, parallelize, total_norm
     from titanplans.split.gradients import align_gradients
 
@@ -285,7 +293,7 @@ def parallelise(combination, model):
 
 @functools.cache
 def single(kind, rows, pp):
-    """Return the step of one process."""
+    """Return the results of a step in one process."""
     from titanplans.parallel import total_norm
 
     case = step_comparison.Case(None, None, LENGTH, SIZES["vocab_size"], rows=rows)
@@ -294,14 +302,14 @@ def single(kind, rows, pp):
 
 @functools.cache
 def mesh_once(degrees):
-    """Return the mesh of these degrees; cached, because the threads of its process groups live as long as the process."""
+    """Return the mesh of `degrees`. It is cached, because the threads of its process groups live as long as the process."""
     from titanplans.parallel import Mesh
 
     return Mesh(degrees, "cpu")
 
 
 def run_all(rank, combinations, ranks, progress):
-    """Run the combinations that need `ranks` ranks; return for each what `run_one` returns, or the error of any rank."""
+    """Run the combinations that need `ranks` ranks; return for each the result of `run_one`, or an error of any rank."""
     results, begin = {}, time.time()
     for index, combination in enumerate(c for c in combinations if c.ranks == ranks):
         faulthandler.dump_traceback_later(process_groups.LIMIT, exit=True)  # restarts the timer
@@ -319,7 +327,7 @@ def run_all(rank, combinations, ranks, progress):
 
 
 def run_on_ranks(combinations, progress=False):
-    """Return for each combination what `run_one` returns, or the text of its failure."""
+    """Return for each combination the result of `run_one`, or the text of its error."""
     results = {}
     for ranks in sorted({c.ranks for c in combinations}):
         results |= process_groups.run(
@@ -329,7 +337,7 @@ def run_on_ranks(combinations, progress=False):
 
 
 def page(verdicts):
-    """Return docs/generated/combinations.md for `verdicts`: of each combination None, or why it is refused."""
+    """Return docs/generated/combinations.md for `verdicts`, which has for each combination None or why it is refused."""
     reasons = list(dict.fromkeys(filter(None, verdicts.values())))
     blocks = [HEAD.format(
         all=len(ALL), ran=sum(v is None for v in verdicts.values()), refused=sum(v is not None for v in verdicts.values())
@@ -378,7 +386,7 @@ page is up to date.
 
 
 def cover(candidates, features):
-    """Return few of `candidates` that cover the union of `features(candidate)` over all; those with few ranks first."""
+    """Return few candidates that together have all features of all candidates; prefer candidates with few ranks."""
     uncovered = set().union(*map(features, candidates))
     chosen = []
     while uncovered:
@@ -389,7 +397,7 @@ def cover(candidates, features):
 
 
 def recomputed_by_kind(combination):
-    """Return the features to cover among compiled combinations: each policy with each kind of model, each option once."""
+    """Return a combination's features for `cover`: its recomputation policy with its kind of model, and every option."""
     return {(combination.kind, combination.recompute, combination.pp), *enumerate(combination)}
 
 

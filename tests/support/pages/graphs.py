@@ -1,8 +1,8 @@
-"""Every registered architecture compiled under tensor parallelism: losses, graphs, graph breaks, and the table of them.
+"""Compile every registered architecture under tensor parallelism: losses, graphs, graph breaks, and their table.
 
-    python docs/generate.py graphs.md     # writes the table into docs/generated/graphs.md; a few minutes
+    python docs/generate.py graphs.md     # writes the table into docs/generated/graphs.md; takes a few minutes
 
-Two gloo ranks, sequence and loss parallel, AdamW, the models of zoo.py.
+The models of tests/zoo.py run on two gloo ranks, with sequence and loss parallelism, and AdamW.
 """
 
 import re
@@ -21,11 +21,11 @@ PAGE = GENERATED / "graphs.md"
 BEGIN, END = "<!-- table: tests/support/pages/graphs.py -->\n", "<!-- end of table -->\n"
 BATCH, LENGTH, STEPS = 2, 16, 3
 OTHER_LENGTHS = (24, 30)
-"""Run after `LENGTH`. GLA pads both to chunks of 32."""
+"""Sequence lengths that run after `LENGTH`. GLA pads both to chunks of 32."""
 DIFFERENT = ("transformer", "gla", "gemma3")
-"""All other blocks are one of these without some norm, bias or mask; test_combinations.py compiles Qwen3's."""
+"""Blocks of all others are the same without some norm, bias or mask. test_combinations.py compiles Qwen3's blocks."""
 KERNELS = ("gla",)
-"""Compiled by inductor; the others by aot_eager, which makes the same graphs without seconds of C++ compilation each."""
+"""Compiled by inductor. aot_eager compiles the others; its graphs are the same, without seconds of C++ compilation each."""
 
 BOTH_KINDS = dict(layer_types=["sliding_attention", "full_attention"])
 MORE = {"gemma3_text": BOTH_KINDS, "gemma3": BOTH_KINDS}
@@ -33,7 +33,7 @@ MORE = {"gemma3_text": BOTH_KINDS, "gemma3": BOTH_KINDS}
 
 
 class Block(NamedTuple):
-    """Graphs and graph breaks of one kind of block, from its first call."""
+    """The graphs and graph breaks of the first call of one kind of block."""
 
     name: str
     kind: str
@@ -42,21 +42,21 @@ class Block(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What was measured of one architecture on rank 0."""
+    """Measurements of one architecture on rank 0."""
 
     eager: list[tuple[float, float]]
     """Loss and gradient norm of each step."""
     compiled: list[tuple[float, float]]
     blocks: list[Block]
-    """One of each kind, in the order in which they ran."""
+    """The first block of each kind, in the order in which they ran."""
     calls: dict[str, int]
-    """Count of the compiled calls of each block."""
+    """The number of compiled calls of each block."""
     graphs: list[int]
-    """Graphs in the process after each step."""
+    """The number of graphs of the process after each step."""
 
 
 def parallel(name, compiled, **sizes):
-    """Return the split model, its loss, the optimizer and the manager; `compiled` is a backend, or None."""
+    """Return the split model, its loss, the optimizer and the manager; `compiled` is a backend, or None for eager."""
     from titanplans.parallel import Compile, Degrees, FSDP2Config, ParallelManager
 
     options = {"compile": Compile(enable=True, backend=compiled)} if compiled else {}
@@ -68,7 +68,7 @@ def parallel(name, compiled, **sizes):
 
 
 def step(model, loss, optimizer, manager, seed, length=LENGTH):
-    """Return loss and gradient norm of a training step on tokens (and images) of `seed`."""
+    """Run a training step on tokens (and images) that depend on `seed`; return the loss and the gradient norm."""
     from titanplans import modeling
 
     inputs = modeling.sample_inputs(model.config, batch_size=BATCH, seq_len=length, seed=seed)
@@ -81,7 +81,7 @@ def step(model, loss, optimizer, manager, seed, length=LENGTH):
 
 
 def watch(model):
-    """Record graphs and calls of each compiled block; return two dicts that fill while the model runs."""
+    """Return two dicts that fill while the model runs: each compiled block's graphs, and its number of calls."""
     from torch._dynamo.utils import counters
 
     from titanplans.split.decoder import find_decoder
@@ -114,7 +114,7 @@ def watch(model):
 
 
 def variant(block):
-    """Return which attention a block of Gemma 3 has; its class does not tell."""
+    """Return the kind of attention of a block of Gemma 3, whose class is the same for both; else ""."""
     sliding = getattr(getattr(block, "self_attn", None), "is_sliding", None)
     return "" if sliding is None else ", sliding" if sliding else ", full"
 
@@ -146,7 +146,7 @@ def run(rank, names=tuple(zoo.ARCHITECTURES), inductor=KERNELS):
 
 
 def lengths(name):
-    """Return the count of graphs after a step of each length, compiled by aot_eager on one rank of a fake group of two.
+    """Return the number of graphs after steps of each length, compiled by aot_eager on one rank of a fake group of two.
 
     The collectives return arbitrary values, so the losses mean nothing.
     """
@@ -192,7 +192,7 @@ def written(page):
 
 
 def main():
-    """Write the table into the page, and print how far compiled losses are from eager ones."""
+    """Write the table into the page, and print how much compiled losses differ from eager ones."""
     if sys.argv[1:] != ["--page"]:
         print(__doc__)
         return 2

@@ -1,6 +1,6 @@
 """The tables of docs/generated/kernels.md: which FLA kernels were compared with their stand-ins, and how much they differ.
 
-python docs/generate.py kernels.md     # runs tests/kernels/interpreted/test_calls.py; half an hour
+python docs/generate.py kernels.md     # runs tests/kernels/interpreted/test_calls.py; takes half an hour
 """
 
 import json
@@ -28,7 +28,7 @@ COLUMNS = """| kernel | models | calls | with documents | with states | backward
 
 
 def page(lines: Iterable[str]) -> str:
-    """Return the page for the lines of JSON that `test_calls` wrote."""
+    """Return the page made of the lines of JSON that test_calls.py wrote."""
     calls: dict[str, list[dict]] = {}
     for line in lines:
         calls.setdefault((call := json.loads(line))["place"], []).append(call)

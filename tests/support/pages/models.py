@@ -1,4 +1,4 @@
-"""docs/generated/models.md: all named sizes, from `models/*.toml` and the models built from them.
+"""docs/generated/models.md: all named sizes of `models/*.toml`, and the parameter counts of their models.
 
 python docs/generate.py models.md     # writes the page
 """
@@ -31,7 +31,7 @@ def page() -> str:
 
 
 def rows() -> Iterator[tuple[object, ...]]:
-    """Yield the cells of each named size."""
+    """Yield the table's row of each named size."""
     for name, flavors in modeling.available().items():
         source = sources(name)
         for flavor in flavors:
@@ -54,12 +54,12 @@ def rows() -> Iterator[tuple[object, ...]]:
 
 
 def first(config: PretrainedConfig, *names: str) -> object:
-    """Return the first of these fields that is set; None if none is."""
+    """Return the value of the first field of `names` that is set; None if none is set."""
     return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
 
 
 def width(config: PretrainedConfig) -> str:
-    """Return the width of the MLP, or of each expert; nothing if the config gives a ratio."""
+    """Return the width of the MLP, or of each expert; "" if the config has only a ratio."""
     experts = first(config, "num_local_experts", "num_experts", "n_routed_experts")
     if experts is None:
         return str(getattr(config, "intermediate_size", None) or "")
@@ -72,7 +72,7 @@ def width(config: PretrainedConfig) -> str:
 
 
 def sources(name: str) -> dict[str, str]:
-    """Return the source of each flavor: the comment next to the header of its table, or above it."""
+    """Return the source of each flavor, which is the comment next to its table's header or above it."""
     text = (ROOT / "models" / f"{name}.toml").read_text()
     headers = re.findall(r"^(?:# (.*)\n\n?)?\[\"?([\w.-]+?)\"?(?:\.text_config)?\](?: # (.*))?$", text, re.M)
     return {
