@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def over_gloo(args: argparse.Namespace) -> None:
-    # With this threshold glibc returns freed memory to the system, so the peak is that of live tensors.
+    # With this threshold glibc returns freed memory to the system, so that the peak is that of live tensors.
     os.environ.update(MALLOC_MMAP_THRESHOLD_="65536", OMP_NUM_THREADS="1")
     results: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
     for _ in range(args.rounds):
@@ -77,7 +77,7 @@ def over_gloo(args: argparse.Namespace) -> None:
 
 
 def work(rank: int, name: str, args: argparse.Namespace, folder: str) -> None:
-    """Run three steps as one rank. Rank 0 writes the results into `folder`."""
+    """Run three steps of a variant as one rank. Rank 0 writes the results into `folder`."""
     sizes = VARIANTS[name]
     ranks = max(sizes.values(), default=1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
@@ -119,7 +119,7 @@ def work(rank: int, name: str, args: argparse.Namespace, folder: str) -> None:
     forward, backward, loss = step()
     memory = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     if "cp" in sizes:
-        dist.all_reduce(loss)  # each rank has the loss of its tokens
+        dist.all_reduce(loss)  # a rank has only the loss of its tokens
     kinds = Counter("#" + collective.operation for collective in record.collectives)
     received = sum(collective.received or 0 for collective in record.collectives)
     if rank == 0:

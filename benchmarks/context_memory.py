@@ -27,7 +27,7 @@ from titanplans.torch_private.dtensor import local_tensor
 from titanplans.training.job.resolve import hf_config
 
 CHUNK = 64
-"""Tokens between two stored states of linear attention."""
+"""The number of tokens between two stored states of linear attention."""
 MODELS = ("llama:3.1-8B", "gla:7B")
 
 
@@ -70,7 +70,7 @@ class Peak(TorchDispatchMode):
 
     @property
     def largest(self) -> list[tuple[int, tuple[int, ...], str]]:
-        """Bytes, shape and operator of the tensors that were live at the peak, the largest first."""
+        """Return (bytes, shape, operator) of each tensor that was live at the peak, the largest first."""
         return sorted(self._at_peak, reverse=True)
 
     def _count(self, tensor: torch.Tensor, operator: str) -> None:
@@ -87,7 +87,7 @@ class Peak(TorchDispatchMode):
 
 
 def peak(name: str, tokens: int, tp: int, cp: int, layers: int | None = None) -> Peak:
-    """Return the peak of one of `tp` x `cp` ranks in a step with one sequence of `tokens`.
+    """Measure the peak of one of `tp` x `cp` ranks in a step with one sequence of `tokens` tokens.
 
     Args:
         name: "family:flavor", or a job's TOML file.
@@ -129,7 +129,7 @@ def _step(model: nn.Module, ids: torch.Tensor) -> Callable[[], None]:
         return loss.detach().expand(shape)
 
     def step() -> None:
-        # The usual stand-in for logits is not a fake tensor.
+        # Replaced, because the stand-in for logits is not a fake tensor.
         fused_head.stand_in = keep_loss  # type: ignore[assignment]
         with fused(ids):
             model(ids)
@@ -151,7 +151,7 @@ def _chunk_gla(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tenso
 
 
 class _LinearAttention(torch.autograd.Function):
-    """Allocates the tensors of flash-linear-attention's GLA kernels: a state per chunk, in float32 in the backward."""
+    """Allocates the same tensors as flash-linear-attention's GLA kernels: a state per chunk, in the backward in float32."""
 
     @staticmethod
     def forward(ctx: Any, q, k, v, g):

@@ -17,7 +17,7 @@ from fla.ops.gla.naive import naive_recurrent_gla
 from titanplans.kernels.recurrent import chunks
 from titanplans.training.launch.exit_status import finish
 
-# Batch size, tokens, heads, key and value size per head. The last is one layer of the 340M flavor.
+# Batch size, tokens, heads, key size and value size per head. The last shape is that of a layer of the 340M flavor.
 SHAPES = [(2, 64, 4, 16, 32), (2, 512, 4, 64, 128), (1, 2048, 4, 64, 128), (1, 512, 4, 128, 256)]
 CHUNK_SIZES = (16, 32, 64, 128)
 
@@ -79,7 +79,7 @@ def step_of(function: Callable[..., torch.Tensor], shape: tuple[int, ...]) -> Ca
 
 
 def times(steps: list[Callable[[], None]], repeats: int) -> list[float]:
-    """Return the median milliseconds of each step. Steps take turns, so that other load slows all of them."""
+    """Return the median milliseconds of each step. The steps are interleaved, so that other load slows all of them."""
     for step in steps:
         step()
     by_step: list[list[float]] = [[] for _ in steps]

@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def write_corpus(folder: Path) -> None:
-    """Write two files of fragments of the library: "code" with fragments of up to 64 KiB, "short" of about 1 KiB."""
+    """Write two files of fragments of the standard library: "code" of up to 64 KiB each, and "short" of about 1 KiB each."""
     from titanplans.training.data.corpus.local import TextFiles, stdlib_files, stdlib_root
 
     root = stdlib_root()
@@ -154,7 +154,7 @@ def resident() -> float:
 
 
 def measure_demand(folder: str) -> float:
-    """Return the tokens per second that a small job trains on, on this machine."""
+    """Return how many tokens per second a small job trains on with this machine."""
     job = Path(__file__).parents[1] / "configs" / "gla_debug.toml"
     options = [
         *(

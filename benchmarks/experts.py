@@ -70,7 +70,7 @@ MESHES = [
     *((8, 1, 1, "-"), (8, 1, 8, "-"), (4, 2, 1, "-"), (4, 2, 8, "-")),
     *((1, 8, 8, "38.6"), (2, 4, 4, "34.2"), (4, 2, 2, "32.3")),
 ]
-"""Degrees of FSDP, tp and ep, and the published peak in GB."""
+"""The degrees of FSDP, tp and ep, and the published peak in GB."""
 
 
 def main() -> None:
@@ -154,12 +154,12 @@ def work(rank: int, ranks: int, rounds: int, folder: str) -> None:
             in_experts = collective.operation == "all_to_all" and ".experts" in (collective.module or "")
             received["in experts" if in_experts else collective.operation] += collective.received or 0
         assert set(received) <= set(KINDS)
-        # Each token moves four times, there and back in forward and backward, in float32.
+        # A sent token moves four times in float32 (4 bytes): there and back, in the forward and in the backward.
         bounds = 4 * 4 * SMALL["hidden_size"] * sum(sent, torch.zeros(2))
         sizes = torch.cat([torch.tensor([float(received[kind]) for kind in KINDS]), bounds]).double() / ranks
         dist.all_reduce(sizes)
         if "cp" in name:
-            dist.all_reduce(loss)  # each rank has the loss of its tokens
+            dist.all_reduce(loss)  # a rank has only the loss of its tokens
         results[name] = times[name][WARM_UP:], sizes.tolist(), loss.item()
     if rank == 0:
         torch.save(results, Path(folder) / "results.pt")
@@ -203,7 +203,7 @@ def host_time(calls: int) -> None:
 
 
 def time_calls(modules: Any, sizes: dict[str, int], tokens: int, calls: int) -> list[list[list[float]]]:
-    """Return the seconds of each module's forwards, and of its forwards with backwards."""
+    """Return the seconds of forwards, and of forwards with backwards, both as a list for each module."""
     weights, expert_ids = torch.rand(tokens, sizes["num_experts"]).topk(sizes["num_experts_per_tok"])
     x = torch.randn(tokens, sizes["hidden_size"]).requires_grad_()
     times: list[list[list[float]]] = [[[] for _ in modules] for _ in range(2)]
@@ -287,7 +287,7 @@ def activations(degrees: Degrees) -> int:
 
 
 class EvenRouting(TorchDispatchMode):
-    """Returns the same number for every `.item()` of a dispatch: the tokens sent to each rank and received from it."""
+    """Returns `token_count` for every `.item()` of a dispatch, so that as many tokens are sent to each rank as received."""
 
     token_count = 0
 

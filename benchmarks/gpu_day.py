@@ -33,7 +33,7 @@ class Machine(NamedTuple):
     """cuda or cpu."""
     name: str
     count: int
-    """Number of GPUs, or in a dry run of processes."""
+    """The number of GPUs, or in a dry run the number of processes."""
     no_trainer: str | None
     """Why torchtitan's Trainer can't run here; None: it can."""
     models: tuple[str, ...]
@@ -41,7 +41,7 @@ class Machine(NamedTuple):
     quick: bool
 
     def sized(self, *small: str) -> tuple[str, ...]:
-        """Return the options `small` of a benchmark in a dry run, else none."""
+        """Return `small`, options of a benchmark, in a dry run; otherwise return no options."""
         return small if self.device == "cpu" else ()
 
 

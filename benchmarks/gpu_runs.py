@@ -32,9 +32,9 @@ class Run(NamedTuple):
 
     name: str
     command: tuple[str, ...] = ()
-    """Arguments of Python."""
+    """The arguments of Python."""
     minutes: float = 10
-    """Time limit."""
+    """The time limit."""
     skipped: str | None = None
     """Why the run is skipped; None: it is not."""
 
@@ -45,10 +45,10 @@ class Result(NamedTuple):
     part: str
     run: Run
     outcome: str
-    """done, refused, failed, took too long, or skipped."""
+    """One of: done, refused, failed, took too long, skipped."""
     seconds: float
     text: str
-    """Its output: tables, a verdict, or its last lines."""
+    """The run's output: tables, a verdict, or the last lines."""
 
 
 def carry_out(
@@ -58,7 +58,7 @@ def carry_out(
     at_once: int = 1,
     begun: Callable[[Run], None] = lambda run: None,
 ) -> Iterator[Result]:
-    """Run `runs` in separate processes, `at_once` at a time, and yield each result when its run ends.
+    """Execute `runs` in separate processes, `at_once` at a time, and yield each result when its run ends.
 
     A run is terminated at its time limit. All are terminated if this process is interrupted. `begun` is called when a run
     begins.
@@ -105,7 +105,7 @@ class _Started:
         return time.perf_counter() - self.begin
 
     def has_ended(self) -> bool:
-        """Whether the run has ended, or exceeded its time limit."""
+        """Return whether the run has ended or exceeded its time limit."""
         return self.process.poll() is not None or self.seconds > self.run.minutes * 60
 
     def end(self) -> None:
@@ -130,8 +130,8 @@ class _Started:
         printed, errors = texts
         if status == 0:
             return Result(self.part, self.run, "done", seconds, printed)
-        errors = errors.partition("failed (exitcode")[0]  # leave out torchrun's summary
-        # Refusals of titanplans are one line.
+        errors = errors.partition("failed (exitcode")[0]  # without torchrun's summary
+        # A refusal of titanplans is one line.
         refusal = re.search(r"^(?:\[rank0\]:)?error: .*", errors, re.M)
         if status is not None and refusal:
             return Result(self.part, self.run, "refused", seconds, refusal[0])
@@ -145,10 +145,10 @@ def page(name: str, results: Sequence[Result], about: Mapping[str, str], *, dry:
     """Return the results as Markdown: the machine, a table with one row per run, and the output of each run.
 
     Args:
-        name: of the device.
-        results: in the order of the runs.
-        about: the description of each part.
-        dry: a dry run on a CPU.
+        name: name of the device.
+        results: results in the order of the runs.
+        about: description of each part.
+        dry: whether this is a dry run on a CPU.
     """
     title = f"a dry run of `make gpu` on a CPU: {name}" if dry else name
     lines = [
@@ -174,7 +174,7 @@ def page(name: str, results: Sequence[Result], about: Mapping[str, str], *, dry:
         for one in ran:
             text = one.text
             if part == "verify" and one.outcome == "done":
-                # Only the verdict, since the tables of 70 plans are long
+                # Only the verdict, because the tables of 70 plans are long.
                 text = "\n".join(text.splitlines()[-1:])
             lines += ["", f"{one.run.name}: {one.outcome}", "", "```text", *text.splitlines(), "```"]
     return "\n".join(lines) + "\n"

@@ -2,8 +2,9 @@
 
     python -m benchmarks.host_time [--rounds 20] [--only unsplit "tp 2"] [--profile]
 
-Qwen3 of hidden size 64, 2 x 16 tokens, float32, eager, one thread, on rank 0 of torch's fake process group, whose
-collectives return at once. So neither matrix products nor the network are measured, but the time that a fast GPU waits for.
+A Qwen3 of hidden size 64 runs on 2 x 16 tokens in float32, eager, with one thread, on rank 0 of torch's fake process group,
+whose collectives return at once. So neither matrix products nor the network are measured, but the time that a fast GPU
+waits for.
 The variants are interleaved in one run, step by step. Milliseconds are medians of the thread's processor time. The ratio is
 to the variant without tensor parallelism: "unsplit", or "FSDP2" for variants with FSDP2. The forward ends with the full
 logits. Loss and optimizer, which are the same for all variants, are not measured. With --profile each variant runs again
@@ -53,10 +54,11 @@ SOURCES = {
     "FSDP2": ("torch/distributed/fsdp/", "titanplans/parallel/"),
     "model": ("transformers/", "torch/nn/"),
 }
-"""Parts of the paths of each source's files; the first source that matches counts. The time of a function with no source
-counts for its callers."""
+"""Parts of the paths of each source's files. A function's time counts for the first source that matches its file. If none
+matches, it counts for the function's callers."""
 REST = "engine"
-"""The time that no source accounts for: autograd's engine, and what only it calls, such as the model's backward in C++."""
+"""The time that no source accounts for: that of autograd's engine, and of what only the engine calls, such as the model's
+backward in C++."""
 
 
 def main() -> None:
@@ -126,10 +128,10 @@ def profile(model: nn.Module, tokens: torch.Tensor, rounds: int) -> dict[str, fl
 
     @cache
     def fractions(function: tuple[str, int, str], depth: int) -> dict[str, float]:
-        """Return by source the fraction of a function's own time.
+        """Return the fraction of a function's own time that counts for each source.
 
-        All of it counts for the function's source. If it has none, its callers' sources divide it, in proportion to the time
-        that the function took for each.
+        All of the time counts for the function's source. If the function has no source, the time is divided among its callers'
+        sources, in proportion to the time that the function took for each caller.
         """
         callers = calls[function][4]
         total = sum(call[2] for call in callers.values())
@@ -151,9 +153,9 @@ def profile(model: nn.Module, tokens: torch.Tensor, rounds: int) -> dict[str, fl
 def step(
     model: nn.Module, tokens: torch.Tensor, recorder: cProfile.Profile | None = None
 ) -> tuple[float, float]:
-    """Run a step; return the seconds of its forward and of its backward.
+    """Run a step; return the seconds of the forward and of the backward.
 
-    A `recorder` records only these two, and 0 seconds are returned for each.
+    With a `recorder`, forward and backward are profiled instead, and the returned seconds are 0.
     """
     positions = torch.arange(TOKENS).unsqueeze(0)
 
@@ -166,7 +168,7 @@ def step(
 
     forward, output = timed(lambda: model(input_ids=tokens, position_ids=positions, use_cache=False))
     logits = output.logits
-    if isinstance(logits, DTensor):  # sharded over tokens; rank 0 has the first ones
+    if isinstance(logits, DTensor):  # sharded over tokens; rank 0 has the first tokens
         logits = logits.to_local()
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, : logits.shape[1]].flatten())
     del logits
@@ -194,7 +196,11 @@ def split(degree: int, sequence_parallel: bool) -> Callable[[nn.Module], nn.Modu
 
 
 def by_tokens(summed: bool) -> Callable[[nn.Module], nn.Module]:
-    """Return a function that applies context parallelism; `summed`: the plan sums gradients, not data parallelism."""
+    """Return a function that applies context parallelism.
+
+    Args:
+        summed: whether the plan sums gradients over the ranks; otherwise data parallelism has to.
+    """
 
     def by_plan(model: nn.Module) -> nn.Module:
         mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("cp",))
@@ -205,7 +211,11 @@ def by_tokens(summed: bool) -> Callable[[nn.Module], nn.Module]:
 
 
 def sharded(sequence_parallel: bool | None) -> Callable[[nn.Module], nn.Module]:
-    """Return a function that shards a model by FSDP2, after tensor parallelism of degree 2 unless the argument is None."""
+    """Return a function that shards a model with FSDP2.
+
+    Args:
+        sequence_parallel: option of tensor parallelism of degree 2, which is applied before; None: no tensor parallelism.
+    """
 
     def by_fsdp(model: nn.Module) -> nn.Module:
         mesh = init_device_mesh("cpu", (WORLD // 2, 2), mesh_dim_names=("fsdp", "tp"))
@@ -218,7 +228,7 @@ def sharded(sequence_parallel: bool | None) -> Callable[[nn.Module], nn.Module]:
 
 
 def split_by_torch(model: Any) -> nn.Module:
-    """Split by the usual plan of torch's styles, with a residual stream of plain tensors, sharded over tokens."""
+    """Split with the usual plan of torch's styles; the residual stream consists of plain tensors, sharded over tokens."""
     mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",))
     norm, rowwise = tp.SequenceParallel(use_local_output=True), tp.RowwiseParallel(output_layouts=Shard(1))
     attention = {"input_kwarg_layouts": {"hidden_states": Shard(1)}}

@@ -140,7 +140,7 @@ def split(model: HeadModel, mesh: DeviceMesh) -> None:
 
 
 def sharded(model: HeadModel, mesh: DeviceMesh) -> Step:
-    """titanplans' loss of sharded logits."""
+    """Return titanplans' loss of sharded logits."""
     from titanplans.parallel import cross_entropy
 
     split(model, mesh)
@@ -148,7 +148,7 @@ def sharded(model: HeadModel, mesh: DeviceMesh) -> Step:
 
 
 def fused(chunk: int, model: HeadModel, mesh: DeviceMesh) -> Step:
-    """titanplans' loss, fused with the head."""
+    """Return titanplans' loss that is fused with the head."""
     from titanplans.parallel import FusedLoss, cross_entropy
 
     split(model, mesh)
@@ -163,7 +163,7 @@ def fused(chunk: int, model: HeadModel, mesh: DeviceMesh) -> Step:
 
 
 def torchtitans(model: HeadModel, mesh: DeviceMesh) -> Step:
-    """torchtitan's loss of sharded logits, with torch's style for the head."""
+    """Return torchtitan's loss of sharded logits, with torch's style for the head."""
     from torchtitan.components.loss import cross_entropy_loss
 
     _by_torch(model, mesh)
@@ -171,7 +171,7 @@ def torchtitans(model: HeadModel, mesh: DeviceMesh) -> Step:
 
 
 def torchtitans_chunked(chunks: int, model: HeadModel, mesh: DeviceMesh) -> Step:
-    """torchtitan's loss, which runs the head's forward and backward in chunks."""
+    """Return torchtitan's loss that runs the head's forward and backward in chunks."""
     from torchtitan.components.loss import ChunkedLossWrapper
 
     _by_torch(model, mesh)

@@ -41,7 +41,7 @@ from titanplans.training.launch.exit_status import finish
 TP = 8
 WORLDS = (8, 512, 4096)
 RANKS, ROWS, TOKENS = 4, 4, 64
-"""Processes of the training step, sequences of the global batch, tokens of each."""
+"""The processes of the training step, the sequences of the global batch, and the tokens of a sequence."""
 M_MMAP_THRESHOLD = -3
 """The constant of that name in glibc's malloc.h."""
 
@@ -52,10 +52,10 @@ class Model(NamedTuple):
     name: str
     flavor: str
     blocks: tuple[str, ...]
-    """Lists of blocks, the decoder's first."""
+    """The names of the lists of blocks, the decoder's first."""
     embedding: str
     block: dict[str, str]
-    """The split modules of a decoder block, c(olwise) or r(owwise)."""
+    """The split modules of a decoder block, each c(olwise) or r(owwise)."""
 
 
 _MLP = {"mlp.gate_proj": "c", "mlp.up_proj": "c", "mlp.down_proj": "r"}
@@ -121,11 +121,11 @@ class Cost(NamedTuple):
     """The cost to parallelise one model."""
 
     seconds: float
-    """Processor time."""
+    """Processor time, in seconds."""
     wall: float
     """Wall time, in seconds."""
     megabytes: float
-    """Peak memory."""
+    """Peak memory, in MB."""
     split: set[tuple[str, int]]
     """Names and dimensions of the parameters that are sharded over TP ranks."""
     parameters: int
@@ -172,7 +172,7 @@ def by_hand(model: PreTrainedModel, which: Model) -> None:
 
 
 def split_over_ranks(model: nn.Module) -> set[tuple[str, int]]:
-    """Return the names of parameters that are sharded over tensor-parallel ranks, and the sharded dimensions."""
+    """Return the name and the sharded dimension of each parameter that is sharded over tensor-parallel ranks."""
     return {
         (name, placement.dim)
         for name, param in model.named_parameters()
@@ -210,10 +210,10 @@ def report_step() -> None:
 
 
 def step(rank: int, ranks: int, store: str, returns: bool) -> tuple[int, float, float]:
-    """Train a model for a step; return its number of parameters, the peak MB of this process, and the loss of its tokens.
+    """Train a model for a step; return its number of parameters, this process's peak in MB, and the loss of its tokens.
 
-    With `returns` glibc returns freed tensors to the system. By default it keeps those below 32 MB in its heap, where later
-    allocations prevent their release, so gathered blocks accumulate.
+    With `returns`, glibc returns freed tensors to the system. By default it keeps freed tensors below 32 MB in its heap.
+    Later allocations there prevent their release, so gathered blocks accumulate.
     """
     torch.set_num_threads(1)
     if returns and not ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536):
@@ -250,9 +250,9 @@ def mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def peak_memory() -> Callable[[], float]:
-    """Return a function that returns the peak of resident memory since now, above the current value, in MB."""
+    """Return a function that returns by how many MB resident memory has grown at most since this call."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # so that memory that was freed before is not used again
+    ctypes.CDLL(None).malloc_trim(0)  # so that memory that was freed earlier is not used again
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # resets the peak, see proc(5)
     before = _status("VmRSS")

@@ -175,7 +175,7 @@ def host(args: argparse.Namespace) -> None:
 
 
 def variants(model: Any) -> Iterator[Callable[[], float]]:
-    """Yield two functions that return the seconds of the second stage's blocks one after another, and of the stage."""
+    """Yield two functions: they return the seconds of calling the second stage's blocks directly, and of the stage."""
     from titanplans.training.pipeline.stage import trace_on_meta
 
     size = LAYERS // STAGES

@@ -92,7 +92,7 @@ def main() -> None:
 def measure(
     device: str, model: str, args: argparse.Namespace, variants: dict[str, Variant]
 ) -> dict[str, Any]:
-    """Return what rank 0 of each variant measured."""
+    """Return the measurements of rank 0 of each variant."""
     processes = len(variants) * args.tp
     turns = mp.get_context("spawn").Barrier(processes)
     with tempfile.TemporaryDirectory() as folder:
@@ -128,7 +128,7 @@ def work(
     variants: dict[str, Variant],
     folder: str,
 ) -> None:
-    """Run one rank of one variant, whose steps run when it is the variant's turn."""
+    """Run one rank of one variant. It runs a step whenever it is the variant's turn."""
     turn, rank = divmod(rank, args.tp)
     variant = list(variants)[turn]
     if not args.cached:
@@ -172,7 +172,7 @@ def work(
 
 
 def prepare(device: str, name: str, variant: Variant, tp: int) -> tuple[Any, int, Any]:
-    """Prepare a model: return a function that runs a step, FLOPs per token, and a function that counts fused collectives."""
+    """Prepare a model; return a function that runs a step, FLOPs per token, and a function that counts fused collectives."""
     # Imported here, because Inductor chooses its cache folder when it is imported.
     from titanplans import kernels, modeling
     from titanplans.parallel import Compile, Degrees, Float8, FSDP2Config, ParallelManager
@@ -219,7 +219,7 @@ def peak_flops() -> float | None:
     from torchtitan.tools.utils import get_peak_flops
 
     name = torch.cuda.get_device_name()
-    peak = get_peak_flops(name)  # that of the A100 for unknown devices
+    peak = get_peak_flops(name)  # for unknown devices torchtitan returns the peak of the A100
     return None if peak == get_peak_flops("A100") and "A100" not in name else peak
 
 

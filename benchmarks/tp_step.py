@@ -53,7 +53,7 @@ def report(parameters: int, times: dict[str, list[list[float]]]) -> None:
 
 
 def work(rank: int, rounds: int, folder: str) -> None:
-    """Run the split models on ranks 0 and 1 with a thread each, and the unsplit model on rank 2 with two threads."""
+    """Run the split models on ranks 0 and 1 with one thread each, and the unsplit model on rank 2 with two threads."""
     os.environ.update(RANK=str(rank), WORLD_SIZE="3", LOCAL_WORLD_SIZE="3")
     dist.init_process_group("gloo", rank=rank, world_size=3, init_method=f"file://{folder}/store")
     from titanplans import kernels
@@ -111,7 +111,7 @@ def split(model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
 
 
 def split_by_torch(model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
-    """Split by the usual plan of torch's styles, with DTensors between embedding, regions and head."""
+    """Split with the usual plan of torch's styles, with DTensors between embedding, regions and head."""
     block = {
         "attn_norm": tp.SequenceParallel(use_local_output=True),
         "attn": tp.PrepareModuleInput(

@@ -47,7 +47,7 @@ class Measured(NamedTuple):
     anonymous: int
     """Peak bytes of anonymous memory, minus those before the load."""
     mapped: int
-    """The same with pages of mapped files."""
+    """Peak bytes of anonymous memory and pages of mapped files, minus those before the load."""
     values: int
     """Bytes of values read from, or written to, the files; -1: unknown."""
     disk: int
@@ -197,7 +197,7 @@ def _target(folder: Path) -> Path:
 
 
 def _sync(folder: Path) -> int:
-    """Sync files to the disk; return their bytes."""
+    """Sync the files of `folder` to the disk; return their total size in bytes."""
     for file in folder.iterdir():
         with file.open("rb") as stream:
             os.fsync(stream.fileno())
@@ -215,7 +215,7 @@ VARIANTS = {
     "save_weights": (save_weights, 2),
     "read": (read, 1),
 }
-"""The function of each variant, and its number of ranks."""
+"""By variant: its function, and its number of ranks."""
 
 
 def _proc_value(key: str, file: str) -> int:

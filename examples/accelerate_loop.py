@@ -1,4 +1,4 @@
-"""Tensor parallelism in a loop of Accelerate.
+"""Tensor parallelism in a training loop with Accelerate.
 
 torchrun --nproc-per-node 2 -m examples.accelerate_loop
 """
@@ -19,9 +19,9 @@ def train(
     """Train eight steps on batches of four sequences; return the loss and the gradient norm of each.
 
     Args:
-        degrees: of the split; None: the unsplit model.
+        degrees: the degrees of parallelism; None: train the unsplit model.
         save: a folder for a checkpoint after the fourth step.
-        resume: the folder of such a checkpoint, to go on from.
+        resume: the folder of such a checkpoint, from which training continues.
     """
     model = small_model()
     if degrees is None:

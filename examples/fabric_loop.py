@@ -1,4 +1,4 @@
-"""Tensor parallelism in a loop of Lightning Fabric, by its ModelParallelStrategy.
+"""Tensor parallelism in a training loop with Lightning Fabric and its ModelParallelStrategy.
 
 torchrun --nproc-per-node 2 -m examples.fabric_loop
 """
@@ -17,7 +17,7 @@ from titanplans.parallel import clip_gradients
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Split `model` by its plan, as Fabric's strategy asks for."""
+    """Split `model` with its plan. Fabric's strategy calls this function."""
     apply_plan(model, mesh["tensor_parallel"], loss_parallel=False)
     return model
 
@@ -26,9 +26,9 @@ def train(ranks: int, save: str | None = None, resume: str | None = None) -> lis
     """Train eight steps on batches of four sequences; return the loss and the gradient norm of each.
 
     Args:
-        ranks: the tensor-parallel ranks; 1: the unsplit model.
+        ranks: the number of tensor-parallel ranks; 1: train the unsplit model.
         save: a folder for a checkpoint after the fourth step.
-        resume: the folder of such a checkpoint, to go on from.
+        resume: the folder of such a checkpoint, from which training continues.
     """
     strategy = ModelParallelStrategy(
         parallelize_fn=parallelize, data_parallel_size=1, tensor_parallel_size=ranks
@@ -46,7 +46,7 @@ def train(ranks: int, save: str | None = None, resume: str | None = None) -> lis
     for step, batch in enumerate(batches[first:], start=first + 1):
         loss = model(**batch).loss
         fabric.backward(loss)
-        # Sums the gradients that are partial, which Fabric's own clipping does not.
+        # Sums partial gradients over the ranks, which Fabric's own clipping does not do.
         norm = clip_gradients(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()

@@ -30,7 +30,7 @@ def small_model() -> Qwen3ForCausalLM:
 
 
 def sequences(count: int = 64, length: int = 16) -> list[dict[str, torch.Tensor]]:
-    """Return random sequences, of which every fifth label is ignored."""
+    """Return random sequences. Every fifth label is ignored."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(512, (count, length), generator=generator)
     ignored = torch.arange(length) % 5 == 0
@@ -41,10 +41,10 @@ def train(folder: str, degrees: Degrees | None, resume: str | None = None, **opt
     """Train eight steps, and return the Trainer's log.
 
     Args:
-        folder: for checkpoints.
-        degrees: of the split; None: an unsplit model in a plain Trainer.
-        resume: a checkpoint to go on from.
-        options: of TrainingArguments.
+        folder: a folder for checkpoints and for the trained model.
+        degrees: the degrees of parallelism; None: train an unsplit model in a plain Trainer.
+        resume: a checkpoint from which training continues.
+        options: further arguments of TrainingArguments.
     """
     defaults = dict(
         max_steps=8, save_steps=4, eval_strategy="steps", eval_steps=4, logging_steps=1, learning_rate=1e-2
@@ -60,7 +60,7 @@ def train(folder: str, degrees: Degrees | None, resume: str | None = None, **opt
         model = split_model(small_model(), degrees)
         trainer = MyTrainer(model, arguments, train_dataset=data, eval_dataset=data[:8])
     trainer.train(resume_from_checkpoint=resume)
-    trainer.save_model(f"{folder}/final")  # a folder for from_pretrained
+    trainer.save_model(f"{folder}/final")  # a folder that from_pretrained loads
     return trainer.state.log_history
 
 

@@ -18,7 +18,7 @@ class MySFTTrainer(SplitTrainer, SFTTrainer):
 
 
 def small_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer of 512 words: w0, w1, ..., a padding and an end."""
+    """Return a tokenizer with 512 tokens: words w0, w1, ..., a padding token and an end token."""
     words = ["<pad>", "<eos>", *(f"w{index}" for index in range(510))]
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -26,13 +26,13 @@ def small_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def texts() -> Dataset:
-    """Return 64 texts of 5 to 15 words, so that batches are padded to lengths that are even and odd."""
+    """Return 64 texts of 5 to 15 words, so that batches are padded to even and to odd lengths."""
     rows = [row["input_ids"][: 5 + index % 11] for index, row in enumerate(sequences())]
     return Dataset.from_list([{"text": " ".join(f"w{token}" for token in row.tolist())} for row in rows])
 
 
 def train(folder: str, degrees: Degrees | None, resume: str | None = None, **options) -> list[dict]:
-    """Train eight steps, and return the trainer's log; the arguments are those of `transformers_trainer.train`."""
+    """Train eight steps, and return the trainer's log. The arguments are the same as of `transformers_trainer.train`."""
     defaults = dict(
         max_steps=8, save_steps=4, logging_steps=1, learning_rate=1e-3, report_to="none", bf16=False
     )

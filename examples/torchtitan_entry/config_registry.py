@@ -26,7 +26,7 @@ def qwen3_debug() -> Trainer.Config:
 def _config(name: str) -> Trainer.Config:
     return Trainer.Config(
         model_spec=model_spec(name, "debug"),
-        hf_assets_path="titanplans/training/data/tokenizer",  # its 4,096 tokens are those of the debug flavors
+        hf_assets_path="titanplans/training/data/tokenizer",  # has 4,096 tokens, as many as the debug flavors
         loss=CrossEntropyLoss.Config(),
         optimizer=default_adamw(lr=1e-3),
         training=TrainingConfig(local_batch_size=4, seq_len=128, steps=8),

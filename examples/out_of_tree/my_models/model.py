@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 
 class Mixer(nn.Module):
-    """Linear attention with decay. `qkv_proj` is packed, `decay` has a value per head, and all heads share the `norm`."""
+    """Linear attention with decay. `qkv_proj` is packed, `decay` has a value per head, and all heads share `norm`."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -37,7 +37,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A mixer and an MLP, each after a norm."""
+    """A mixer and an MLP, each of them after a norm."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The plan of the model."""
+"""The plan of `MyModel`."""
 
 from torch import nn
 
