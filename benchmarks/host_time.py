@@ -130,8 +130,8 @@ def profile(model: nn.Module, tokens: torch.Tensor, rounds: int) -> dict[str, fl
     def fractions(function: tuple[str, int, str], depth: int) -> dict[str, float]:
         """Return the fraction of a function's own time that counts for each source.
 
-        All of the time counts for the function's source. If the function has no source, the time is divided among its callers'
-        sources, in proportion to the time that the function took for each caller.
+        All of the time counts for the function's source. If the function has no source, the time is divided among its
+        callers' sources, in proportion to the time that the function took for each caller.
         """
         callers = calls[function][4]
         total = sum(call[2] for call in callers.values())

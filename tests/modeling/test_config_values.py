@@ -1,4 +1,4 @@
-"""An impossible value in a config.json is an error of one line with file, key, value, and expected type or range."""
+"""An impossible value in a config.json is a one-line error with the file, the key, the value, and what is expected."""
 
 import json
 
@@ -70,7 +70,7 @@ WRONG = [
 
 
 def refusal(path, values) -> str:
-    """Return the error of reading a config.json with these values, or of building its model."""
+    """Return the error that reading a config.json with `values`, or building its model, raises."""
     path.write_text(values if isinstance(values, str) else json.dumps(values), encoding="utf-8")
     return refusals.refusal(lambda: modeling.build(modeling.load_config_file(path)), kind=ModelError)
 

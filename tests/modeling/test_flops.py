@@ -1,4 +1,4 @@
-"""FLOPs per token, against sums by hand."""
+"""FLOPs per token, compared with sums by hand."""
 
 import logging
 
@@ -100,7 +100,7 @@ def test_a_token_has_the_flops_of_its_experts_only():
 
 
 class GatedLinearAttention(nn.Module):
-    """A mixer of the user that has only its name in common with FLA's."""
+    """A user's mixer that has only its name in common with FLA's."""
 
 
 class OddAttention(nn.Module):
@@ -110,7 +110,7 @@ class OddAttention(nn.Module):
 
 
 class UserModel(nn.Module):
-    """A model of the user; its config does not mention its experts."""
+    """A user's model, whose config does not mention the experts."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Initial weights in one process: values, dependence on seed and dtype, and errors."""
+"""Initial weights in one process: their values, how these depend on seed and dtype, and errors."""
 
 import math
 
@@ -36,7 +36,7 @@ def _spoil(model):
 
 
 def _assert_as_constructed(model):
-    """Check that parameters have the distribution, and buffers the values, of the model built the ordinary way."""
+    """Check against the model that its constructor initialises: distributions of parameters, and values of buffers."""
     torch.manual_seed(0)
     ordinary = AutoModelForCausalLM.from_config(model.config)
     ordinary_parameters = dict(ordinary.named_parameters())
@@ -44,9 +44,9 @@ def _assert_as_constructed(model):
     for name, parameter in model.named_parameters():
         value, expected = parameter.detach().float(), ordinary_parameters[name].detach().float()
         assert value.isfinite().all(), name
-        # Both are samples of n values. The mean has a standard error of 1/sqrt(n) deviations, the deviation one of
-        # 1/sqrt(2n); five of these for each sample leave one false alarm in a million. A few values (the decays of
-        # four heads) only show whether they are random.
+        # Both are samples of n values. The standard error of the mean is 1/sqrt(n) deviations, that of the deviation
+        # 1/sqrt(2n). Allowing five standard errors for each sample leaves one false alarm in a million. Few values (the
+        # decays of four heads) only show whether they are random.
         n, deviation = value.numel(), expected.std(correction=0)
         if n < 64 and deviation > 0:
             assert value.std(correction=0) > 0, name
@@ -77,7 +77,7 @@ def test_initial_weights_are_those_of_the_models_code(name, options):
 @pytest.mark.parametrize(
     "name",
     # Families whose `_init_weights` misses parameters (comba, hgrn, mesa_net, rwkv, mom, samba), one whose mixer keeps its
-    # values only by marks of its constructor, and two that initialise everything.
+    # values only because its constructor marks them, and two that initialise everything.
     [
         "Comba",
         "HGRN",
@@ -125,7 +125,7 @@ def test_norms_and_padding_of_gemma():
 def test_rotary_scaling_of_llama_is_in_its_buffer():
     inv_freq = _initialized(modeling.load_config("llama", "debug")).model.rotary_emb.inv_freq
     plain = 500000.0 ** (-torch.arange(0, 16, 2).float() / 16)
-    # Llama 3.2: wavelengths up to 8192 / 4 are unchanged, those from 8192 / 1 on are 32 times as long.
+    # Llama 3.2: wavelengths up to 8192 / 4 are unchanged; wavelengths from 8192 / 1 on become 32 times as long.
     wavelength = 2 * math.pi / plain
     torch.testing.assert_close(inv_freq[wavelength < 2048], plain[wavelength < 2048])
     torch.testing.assert_close(inv_freq[wavelength > 8192], plain[wavelength > 8192] / 32)

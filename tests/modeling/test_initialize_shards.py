@@ -1,8 +1,8 @@
-"""Initial weights of split models: every rank has bit for bit the shard that torch would make of the full weights.
+"""Initial weights of split models: every rank's shard is bit-identical to the one that torch makes of the full weights.
 
-`initialize` does not communicate, so this process is each of four ranks in turn, in a fake process group. A second model
-with the weights of the unsplit one is sharded by DTensor and FSDP2. tests/training/trainer/test_trainer.py shows that jobs
-over real ranks begin with the weights of one process.
+`initialize` does not communicate, so this process acts as one of four ranks after another, in a fake process group. A second
+model, which has the weights of the unsplit model, is sharded by DTensor and FSDP2. tests/training/trainer/test_trainer.py
+shows that jobs over real ranks begin with the same weights as one process.
 """
 
 import math

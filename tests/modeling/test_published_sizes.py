@@ -1,4 +1,4 @@
-"""The named flavors against the publications of their authors: parameter counts, and config.json files of the hub."""
+"""The named flavors have the published parameter counts, and equal the config.json files of the hub."""
 
 import json
 import time
@@ -9,8 +9,8 @@ from tests import zoo
 from tests.support.paths import GENERATED
 from titanplans import modeling
 
-# (family, flavor) -> (the published count of parameters, its source)
-#   keras   keras-team/keras-hub, commit 71453d0, "params" of the presets: counted with another implementation
+# (family, flavor) -> (the published number of parameters, its source)
+#   keras   keras-team/keras-hub, commit 71453d0, "params" of the presets, which another implementation counts
 #   card    the model card: its text, or the count that the hub displays
 FIGURES = {
     ("llama", "3.2-1B"): ("1.24B", "card"),  # its 1.23B is truncated, not rounded
@@ -52,9 +52,9 @@ FIGURES = {
     ("gemma3", "12B"): ("12.2B", "keras"),
     ("gemma3", "27B"): ("27.4B", "keras"),  # medgemma_instruct_27b
 }
-"""For other flavors the page has the sum of the shapes: they have no published count."""
+"""Other flavors have no published count; the page has the sum of their shapes."""
 
-# The cards of Qwen also have the count without embedding and head.
+# The cards of Qwen also state the count without embedding and head.
 WITHOUT_EMBEDDINGS = {
     ("qwen2", "0.5B"): "0.36B",
     ("qwen2", "1.5B"): "1.31B",
@@ -71,7 +71,7 @@ DEBUG = ("transformer", "gla", "llama", "mistral", "qwen2", "qwen3", "gemma3_tex
 
 
 def _on_the_page():
-    """Return the parameter counts of the flavors in docs/generated/models.md."""
+    """Return the flavors' parameter counts from docs/generated/models.md."""
     page = (GENERATED / "models.md").read_text()
     rows = [[cell.strip() for cell in line.split("|")] for line in page.splitlines() if line.startswith("| ")]
     return {(row[1], row[2]): int(row[-3].replace(",", "")) for row in rows if row[1] in modeling.available()}
@@ -84,13 +84,13 @@ pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 
 def _rounded(count, like):
-    """Return `count` in billions with as many decimals as the published text."""
+    """Return `count` in billions with as many decimals as the published text `like` has."""
     decimals = len(like.removesuffix("B").partition(".")[2])
     return f"{count / 1e9:.{decimals}f}B"
 
 
 def test_every_flavor_has_a_count():
-    """Except for debug flavors of families that only docs/generated/architectures.md lists."""
+    """Debug flavors of families that only docs/generated/architectures.md lists are excepted."""
     named = {(n, flavor) for n, flavors in modeling.available().items() for flavor in flavors}
     assert named - {(n, "debug") for n in zoo.FAMILIES} == set(PARAMETERS) >= set(FIGURES)
 
@@ -136,9 +136,9 @@ def test_the_debug_flavors_have_eight_key_value_heads_and_fewer():
     assert heads == {"llama": 8, "mistral": 2, "qwen2": 4, "qwen3": 4, "gemma3_text": 1, "gemma3": 2}
 
 
-# Files of the hub in the form of older releases: `rope_theta`, `rope_scaling`, a pattern of layers.
+# Files of the hub in the format of older releases, with `rope_theta`, `rope_scaling` and a pattern of layers.
 PUBLISHED = {
-    # meta-llama/Llama-3.2-1B, as kevinstephano/thunder_model_blocks, commit 5c083b0, has it
+    # meta-llama/Llama-3.2-1B, from its copy in kevinstephano/thunder_model_blocks, commit 5c083b0
     ("llama", "3.2-1B"): {
         "model_type": "llama",
         "head_dim": 64,
@@ -176,7 +176,7 @@ PUBLISHED = {
         "tie_word_embeddings": False,
         "vocab_size": 131072,
     },
-    # google/gemma-3-1b-it, as Liwink/gemma-jax, models/README.md, has it
+    # google/gemma-3-1b-it, from its copy in Liwink/gemma-jax, models/README.md
     ("gemma3_text", "1B"): {
         "model_type": "gemma3_text",
         "attention_bias": False,
@@ -208,7 +208,9 @@ def test_a_published_config_file_gives_the_same_architecture(tmp_path, name, fla
     from_file, named = (
         c.to_dict() for c in (modeling.load_config_file(path), modeling.load_config(name, flavor))
     )
-    from_file.pop("sliding_window_pattern", None)  # it is kept next to the layer types that it defines
+    from_file.pop(
+        "sliding_window_pattern", None
+    )  # transformers keeps this next to the layer types that it defines
     assert from_file == named
 
 

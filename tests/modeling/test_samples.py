@@ -1,4 +1,4 @@
-"""Models and inputs for a proof: every parameter affects the loss, and tokens of an image attend to each other."""
+"""Models and inputs for a proof: every parameter affects the loss, and the tokens of an image attend to each other."""
 
 import pytest
 import torch
@@ -47,8 +47,8 @@ def test_every_parameter_affects_the_loss_in_float64(name, attention, seq_len):
         assert parameter.grad.isfinite().all()
         relative = parameter.grad.abs().max() / largest
         if "vision_tower" in parameter_name and parameter_name.endswith("self_attn.k_proj.bias"):
-            # Without rotation it adds the same value to all scores of a query, which softmax cancels. Its gradient is
-            # rounding, in eager attention that of float32.
+            # Without rotary embeddings this bias adds the same value to all scores of a query, which softmax cancels. Its
+            # gradient is only a rounding error, in eager attention one of float32.
             assert relative < 1e-7, parameter_name
         else:
             assert relative > 1e-6, parameter_name
@@ -66,7 +66,7 @@ def test_both_attention_implementations_agree(name):
         runs.append({n: p.grad for n, p in model.named_parameters()} | {"loss": loss.detach()})
     sdpa, eager = runs
     for key, value in sdpa.items():
-        # float64 sums in another order, a few hundred terms through four layers; measured: 1e-14.
+        # Both sum float64 in different orders, a few hundred terms through four layers. Measured: 1e-14.
         assert (eager[key] - value).abs().max() <= 1e-12 * max(value.abs().max(), 1e-3), key
 
 
@@ -146,7 +146,7 @@ def test_images_extend_across_shards(seq_len):
 
 
 def test_the_tokens_of_an_image_attend_to_each_other():
-    """Changing the embedding of the last image token changes the first one's output, but only with token_type_ids."""
+    """Changing the last image token's embedding changes the first image token's output, but only with token_type_ids."""
     config = _config("gemma3")
     model = modeling.build_real(config)
     inputs = modeling.sample_inputs(config, batch_size=1, seq_len=24, seed=0)

@@ -1,6 +1,6 @@
-"""The collectives of split models are exactly those of the published bounds, in every block, embedding, head and loss.
+"""The collectives of split models are exactly those of the published bounds, in blocks, embedding, head and loss.
 
-For plans that are correct but wasteful, the additional collectives and their modules are named.
+For plans that are correct but wasteful, the superfluous collectives and their modules are named.
 """
 
 import itertools
@@ -40,7 +40,7 @@ BATCH, SEQUENCE = 2, 16
 
 
 class Case(NamedTuple):
-    """A model of two blocks, and its plan if it is not the registered one."""
+    """A model of two blocks, and its plan if this is not the registered one."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -71,7 +71,7 @@ pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 @pytest.fixture
 def loss_of_trainer():
-    """Return torchtitan's vocabulary-parallel cross entropy, set up as by the trainer."""
+    """Return torchtitan's vocabulary-parallel cross entropy, set up as the trainer does."""
     from torchtitan.components.loss import cross_entropy_loss
     from torchtitan.distributed.utils import get_spmd_backend, set_spmd_backend
 
@@ -106,7 +106,7 @@ def count(
     world=fake_ranks,
     sequence=SEQUENCE,
 ) -> Communication:
-    """Return the communication of a model, judged by the bound for `judged`, by default `options`."""
+    """Return the communication of a model, compared with the bound for the options `judged` (default: `options`)."""
     with world(options.degrees.tp) as mesh:
         model = build()
         applied = apply_plan(
@@ -125,7 +125,7 @@ def issued(communication: Communication, part: str, direction: str) -> Counter:
 
 
 CHOICES = [TPOptions(Degrees(tp=2), *o) for o in itertools.product((True, False), (True, False))]
-"""The count of collectives does not depend on the degree; one model shows this at 4, where ranks share heads."""
+"""The number of collectives does not depend on the degree. One model shows this at degree 4, where ranks share heads."""
 GRID = [(case, options) for case in CASES for options in CHOICES]
 GRID += [(CASES[0], replace(options, degrees=Degrees(tp=4))) for options in CHOICES]
 
@@ -146,7 +146,7 @@ def test_every_collective_is_needed(case, options):
     assert communication.minimal, communication.lines()
     stream, logits = BATCH * SEQUENCE * case.hidden, BATCH * SEQUENCE * case.vocabulary
 
-    # Written out, without the bound that is tested above.
+    # The collectives are written out, so that this test does not depend on the bound that is tested above.
     blocks = communication.decoder.names
     assert len(blocks) == 2
     two = {("all_gather", stream): 2, ("reduce_scatter", stream): 2}
@@ -204,13 +204,16 @@ def test_the_backward_mirrors_the_forward_module_by_module():
     mirrored = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
     assert backward == [
         *[(mirrored[operation], name) for operation, name in reversed(forward[1:])],
-        # The embedding's output is replicated; the stream, and its gradient, begin and end at the first block.
+        # The embedding's output is replicated, so the gradient of the sharded stream is gathered at the first block.
         ("all_gather", "layers.0"),
     ]
 
 
 def test_bytes_of_a_ring():
-    """Sequence parallelism splits each all-reduce into two collectives of as many bytes (Korthikanti et al. 2022, 4.2.2)."""
+    """Sequence parallelism splits each all-reduce into two collectives with the same sum of bytes.
+
+    See Korthikanti et al. 2022, 4.2.2.
+    """
     received = [
         sum(
             c.received
@@ -258,7 +261,7 @@ def test_the_bound_counts_the_regions_of_each_block():
 
 
 def entered_alone(style):
-    """Return `style` for a module that gathers its own input."""
+    """Return a copy of `style` with which a module gathers its own input."""
 
     def install(original, module, border):
         ranks = HeadRanks(border.rank, border.group[1], border.group, border, (0, 1))
@@ -279,7 +282,7 @@ def each_alone(region, *names):
     return styles
 
 
-# As in plans of Hugging Face and flame without PrepareModuleInput.
+# Plans of Hugging Face and flame without PrepareModuleInput do the same.
 GATHER_FOR_EACH_PROJECTION = changed(TinyPlan, each_alone("attn_input", "q_proj", "k_proj", "v_proj"))
 GATHER_FOR_GATE_AND_UP = changed(TinyPlan, mlp=each_alone("mlp_input", "gate_proj", "up_proj"))
 
@@ -346,7 +349,7 @@ def test_a_loss_that_gathers_the_logits_is_named_outside_of_the_model():
 
 
 def test_a_gradient_summed_in_each_backward_is_more_than_needed():
-    """It is reduced by a hook on each parameter in each micro batch, instead of once a step."""
+    """A hook on each parameter sums its gradient in each micro batch, instead of once per step."""
 
     def install(original, module, border):
         weight = module._parameters["weight"]
@@ -381,7 +384,7 @@ def test_in_place_collectives_are_counted():
         dist.all_gather(gathered, tensor)
         dist.reduce_scatter(tensor, gathered)
         dist.barrier()
-    # In bytes of the full tensor, and received: float32, 6 elements per rank.
+    # The bytes of the full tensor, and the received bytes, for 6 float32 elements per rank.
     assert [(c.operation, c.bytes, c.received) for c in record.collectives] == [
         ("all_reduce", 24, 36),
         ("broadcast", 24, 24),

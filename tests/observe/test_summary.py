@@ -1,4 +1,4 @@
-"""The parallelism report against formulas, the count of the plan alone by a proof, and the counters of the compiler."""
+"""The parallelism report equals formulas, a proof's count of the plan's collectives, and the compiler's counters."""
 
 import json
 from collections import Counter
@@ -24,14 +24,14 @@ pytestmark = pytest.mark.thorough
 TOKENS = torch.arange(32).reshape(2, 16)
 LAYERS = 3
 STREAM = TOKENS.numel() * 16 * 4
-"""Bytes of Tiny's hidden states in float32; a gather or scatter over two ranks sends half of them to each."""
+"""The bytes of Tiny's hidden states in float32. A gather or scatter over two ranks sends half of them to each rank."""
 
 TP, DATA = Degrees(tp=2), Degrees(dp_shard=2)
 FULL = {"mode": "full"}
 
 
 def compiled(backend="eager", **options):
-    """Return compile options; the default backend runs dynamo's graphs eagerly, which is enough for these tests."""
+    """Return compile options. The default backend runs dynamo's graphs eagerly, which is enough for these tests."""
     return {"enable": True, "backend": backend, "components": ["model"], **options}
 
 
@@ -89,7 +89,10 @@ def code_around_the_model(model):
 
 
 def trained(config, degrees, measured: bool):
-    """Train two steps, the first measured or not; return losses and norms, the report, and the graphs after each step."""
+    """Train two steps and perhaps measure the first one.
+
+    Return losses and norms, the report, the graphs after each step, and the code around the model.
+    """
     manager, model, optimizer = prepared(config, degrees)
     report = manager.parallelism_report()
     values, graphs = [], []
@@ -104,7 +107,7 @@ def trained(config, degrees, measured: bool):
 
 
 def count_by_proof():
-    """Return what a proof's recorder counts for the plan alone, by operation and direction."""
+    """Return the collectives that a proof's recorder counts for the plan alone, by operation and direction."""
 
     from titanplans import apply_plan
 
@@ -117,7 +120,7 @@ def count_by_proof():
 
 
 def fused_operators():
-    """Record operators of async tensor parallelism, which have no kernel on a CPU, by their shapes alone."""
+    """Record the operators of async tensor parallelism on meta tensors, because they have no kernel on a CPU."""
     import torch.distributed._symmetric_memory  # registers the operators
 
     manager, model, _ = prepared(FSDP2Config(plan=TinyPlan), TP)
@@ -138,7 +141,7 @@ def drop(model):
 
 
 def differ(model):
-    """Make each block different and compile it by torch itself, which only warns at its recompile limit."""
+    """Make the blocks differ, and compile them with torch itself, which only warns at its recompile limit."""
     for index, layer in enumerate(model.layers):
         layer.compile(backend="eager")
         layer.mlp.register_forward_hook(lambda module, args, output, factor=index: output * factor)
@@ -155,7 +158,7 @@ def nothing():
 
 
 def eager_cases():
-    """Return causes for which a compiled block runs eagerly: a backend, dynamo's settings or stance, a changed model."""
+    """Return reasons why a compiled block runs eagerly: the backend, dynamo's settings or stance, a changed model."""
     patch = torch._dynamo.config.patch
     loose = compiled(fullgraph=False)
     return {
@@ -168,7 +171,7 @@ def eager_cases():
 
 
 def outside_the_blocks():
-    """Return the graphs outside of blocks with a compiled loss that is used, and the error if it is not used."""
+    """Return the number of graphs outside of blocks if the compiled loss is used, and the error if it is not used."""
     config = FSDP2Config(compile=compiled() | {"components": ["model", "loss"]})
     manager, model, optimizer = prepared(config, DATA)
     loss = manager.prepare_loss(manager.cross_entropy)
@@ -202,7 +205,11 @@ def eager_errors():
 
 
 def unknown_operator():
-    """Measure a step with an unknown operator; return whether the step is the same, the null fields, and the lines."""
+    """Measure a step with an unknown operator.
+
+    Return whether the step's results are the same, the report's null fields, whether the code around the model is the same,
+    and the logged lines.
+    """
     case = FSDP2Config(plan=TinyPlan, compile=compiled()), TP, lambda: tiny_of(1)
     manager, model, optimizer = prepared(*case)
     expected, path = step(manager, model, optimizer), code_around_the_model(model)
@@ -220,7 +227,7 @@ def unknown_operator():
 
 
 def failing_step():
-    """Return whether a step that runs out of memory leaves the same hooks on the model, measured or not."""
+    """Return whether a step that runs out of memory leaves the same hooks on the model whether it is measured or not."""
 
     def out_of_memory(module, args):
         raise torch.OutOfMemoryError("CUDA out of memory")

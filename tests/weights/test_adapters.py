@@ -1,4 +1,4 @@
-"""Adapters in files of peft: saved from a split model, loaded by peft, loaded again, and merged."""
+"""Adapters in files of peft: a split model saves, loads and merges them, and peft loads them."""
 
 import functools
 import json
@@ -127,7 +127,7 @@ def test_adapters_saved_by_peft_are_loaded(tmp_path):
 
 
 def gathered_in_float8(rank):
-    """Return the names in the adapter files of a model whose weights FSDP2 gathers in float8."""
+    """Return the names of the tensors in the adapter file of a model whose weights FSDP2 gathers in float8."""
     manager = ParallelManager(
         FSDP2Config(
             float8={

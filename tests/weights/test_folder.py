@@ -1,4 +1,4 @@
-"""Hugging Face folders that are damaged, incomplete, hostile or of another model are refused, and no code in them runs."""
+"""Hugging Face folders that are damaged, incomplete, hostile or of another model are refused, and their code never runs."""
 
 import contextlib
 import json
@@ -31,7 +31,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class WithoutConfig(Tiny):
-    """A model of the user without a config."""
+    """A user's model without a config."""
 
     def __init__(self):
         super().__init__(tied=True)
@@ -270,7 +270,7 @@ def test_wrong_headers_are_refused(single, entry):
 
 
 def test_a_dtype_that_no_model_has_is_refused(single):
-    """safetensors has this dtype, of the same size."""
+    """safetensors supports the dtype U32, which has the size of float32."""
     change_header(single / SINGLE, lambda header: header["model.norm.weight"].update(dtype="U32"))
     assert "model.norm.weight has the dtype U32" in refusal(single)
 

@@ -31,7 +31,7 @@ SPLITS = {
     "tp 2, two copies": (FSDP2Config(), Degrees(dp_replicate=2, dp_shard=1, tp=2)),
     "ddp 4": (DDPConfig(), Degrees(dp_replicate=4, dp_shard=1)),
 }
-# Ranks share heads at tp 4, and no degree divides the vocabulary or the width. Tied, packed, and neither.
+# Ranks share heads at tp 4, and no degree divides the vocabulary or the width. Phi-3 has packed weights.
 MODELS = {
     "qwen3": dict(num_key_value_heads=2, **zoo.ODD),
     "phi3": dict(intermediate_size=44, vocab_size=97),
@@ -45,7 +45,7 @@ def build(name):
 
 
 def stepped(model):
-    """Return an optimizer of `model` after a step that changed every weight."""
+    """Return an optimizer of `model` after one step, which changed every weight."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     for parameter in model.parameters():
         parameter.grad = parameter.detach().clone()
@@ -99,7 +99,7 @@ def refusals(rank):
 
 
 def memory(rank):
-    """Return the growth of this rank's memory in MB, for a model of 96 MB in tensors of 4 MB."""
+    """Return by how many MB each rank's memory grows during gathering and loading 96 MB in tensors of 4 MB."""
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(24)))
     for layer in model:
         fully_shard(layer)
@@ -155,7 +155,7 @@ def round_trip(rank):
 
 
 def without_gradients(rank):
-    """Return the parameters with optimizer state before and after; the embeddings never had a gradient."""
+    """Return the parameters with optimizer state before and after loading. The embeddings never had a gradient."""
     config, degrees = SPLITS["fsdp 2 x tp 2"]
     states = []
     for _ in range(2):

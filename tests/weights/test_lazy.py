@@ -1,4 +1,4 @@
-"""Functions of lazy tensors give the same values as of tensors, box by box, and read only the box."""
+"""Functions of lazy tensors return the same values as functions of tensors, for any box, and read only this box."""
 
 import torch
 from hypothesis import given, settings
@@ -24,7 +24,7 @@ class Source:
 
 @st.composite
 def programs(draw):
-    """Draw the shape and count of sources, and functions to apply."""
+    """Draw the shape and the number of sources, the functions to apply, and a seed."""
     shape = draw(st.lists(st.integers(1, 5), min_size=2, max_size=3))
     count = draw(st.integers(1, 4))
     steps = draw(
@@ -34,7 +34,7 @@ def programs(draw):
 
 
 def apply(tensors, step, choose):
-    """Return the tensors that a function makes of `tensors`."""
+    """Return the tensors that the function named `step` makes of `tensors`."""
     ndim = tensors[0].ndim
     dim = choose(ndim)
     have_same_shape = all(tensor.shape == tensors[0].shape for tensor in tensors)

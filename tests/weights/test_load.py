@@ -1,4 +1,4 @@
-"""A Hugging Face folder in a split model: tensors equal `from_pretrained`'s, and each rank reads only its shards."""
+"""A Hugging Face folder loaded into a split model: tensors equal `from_pretrained`'s, and a rank reads only its shards."""
 
 import functools
 from pathlib import Path
@@ -21,7 +21,7 @@ FSDP2 = FSDP2Config()
 TWO = {
     "transformer": {},
     "gla": {},
-    "llama": zoo.ODD | dict(num_key_value_heads=1),  # both ranks share its heads
+    "llama": zoo.ODD | dict(num_key_value_heads=1),  # both ranks share the key/value head
     "qwen2": dict(tie_word_embeddings=True),
     "qwen3": {},
     "gemma3_text": {},
@@ -31,7 +31,7 @@ TWO = {
     "phi3": dict(vocab_size=97),
     "gpt_neox": {},
 }
-"""Models for two ranks, with config fields that differ from the zoo's."""
+"""The models for two ranks, with config fields that differ from the zoo's."""
 FOUR = {
     "tp 4": ("llama", FSDP2, Degrees(tp=4)),
     "fsdp 2 x tp 2": ("llama", FSDP2, Degrees(tp=2)),
@@ -44,7 +44,7 @@ FOUR = {
 
 
 def differing(model, folder):
-    """Return names of tensors of a split model that differ from those of `from_pretrained`."""
+    """Return the names of the tensors of a split model that differ from those of `from_pretrained`."""
     expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     values = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     values = {name: full_copy(value) for name, value in values.items()}
@@ -103,7 +103,7 @@ def folders(tmp_path_factory):
     for name, options in TWO.items():
         paths[name] = str(tmp_path_factory.mktemp(name))
         zoo.build(name, dtype=torch.float32, **options).save_pretrained(paths[name], max_shard_size="100KB")
-    # The head differs from the embedding in the last row, which rank 0 of two does not have.
+    # The head differs from the embedding only in the last row, which is on rank 1 of two.
     paths["two heads"] = str(tmp_path_factory.mktemp("heads"))
     model = zoo.build("qwen2", dtype=torch.float32, tie_word_embeddings=True)
     model.save_pretrained(paths["two heads"])

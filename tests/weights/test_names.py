@@ -1,4 +1,4 @@
-"""Weights under other names than the module tree's: of the hub, and of older releases of flash-linear-attention."""
+"""Weights whose names are not those of the module tree: the hub's names, and names of older flash-linear-attention."""
 
 import pytest
 import torch
@@ -81,7 +81,7 @@ def test_a_folder_with_other_names_is_loaded(name, tmp_path):
 
 
 def test_a_missing_tensor_is_reported(tmp_path):
-    """The folder has the current names, and is not taken for an old one."""
+    """The folder has current names, so it is not read as a folder with old names."""
     model = zoo.build("gla", dtype=torch.float32)
     state = {key: value.clone() for key, value in model.state_dict().items()}
     del state["model.layers.1.mlp.up_proj.weight"]
@@ -91,7 +91,7 @@ def test_a_missing_tensor_is_reported(tmp_path):
 
 
 def mixtral(folder, change):
-    """Save a mixture in the hub's form after `change`; return the error of loading it."""
+    """Save a mixture of experts in the hub's form, after `change(state)`; return the error of loading it."""
     model = zoo.build("mixtral", dtype=torch.float32)
     state = {key: value.clone() for key, value in model.state_dict().items()}
     experts(state)

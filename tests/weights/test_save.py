@@ -23,7 +23,7 @@ from titanplans.weights.save import save_weights
 pytestmark = pytest.mark.thorough
 
 SPLITS = {"tp 2": Degrees(dp_replicate=2, dp_shard=1, tp=2), "fsdp 2 x tp 2": Degrees(tp=2)}
-# Shared heads, an odd vocabulary and width; tied heads, experts that the hub has one by one, towers.
+# These have shared key/value heads, odd sizes, tied heads, experts that the hub stores one by one, and vision towers.
 MODELS = {
     "llama": dict(num_key_value_heads=1, **zoo.ODD),
     "qwen2": dict(num_key_value_heads=2, tie_word_embeddings=True),
@@ -74,7 +74,7 @@ def save_all(rank):
     (folder / "link").symlink_to(folder / "linked") if rank == 0 else None
     save_weights(model, folder / "link")
     model.config.temperature = (
-        0.5  # transformers takes it for an option of generation, and refuses to save it
+        0.5  # transformers takes this for an option of generation, and refuses to save it
     )
     message["of a library"] = refused(partial(save_weights, model, folder / "new"))
     del model.config.temperature
@@ -185,7 +185,7 @@ def test_a_refused_save_raises_on_every_rank_and_leaves_nothing(saved):
 
 
 def test_the_space_to_free_is_reported(tmp_path, monkeypatch):
-    """The message may not round to "0.01 GB of free space, but 0.01 GB have to be written"."""
+    """Rounding must not turn the message into "0.01 GB of free space, but 0.01 GB have to be written"."""
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10_000_000))
     with pytest.raises(
         NotSaved, match=r"has 10\.0 MB of free space, but 10\.0 MB have to be written; free 20\.0 kB$"
