@@ -1,4 +1,4 @@
-"""LoRA and frozen parameters: proofs on plans, refusals, and steps over real process groups."""
+"""LoRA and frozen parameters: proofs of plans, refusals, and training steps over real process groups."""
 
 import functools
 
@@ -58,7 +58,7 @@ def model_of(name, options=None, **fields):
     ],
 )  # fmt: skip
 def test_adapters_are_proved_on_plans(name, fields, options):
-    """The base weights have no gradient, so `verify` rejects a gradient on any rank."""
+    """The base weights have no gradient, so `verify` rejects a rank on which they have one."""
     report = verify_plain(
         functools.partial(model_of, name, options, **fields), degrees=[4], loss_parallel=True
     )
@@ -193,7 +193,7 @@ def test_verify_takes_adapters_on_the_command_line(capsys):
         assert message in capsys.readouterr().err
 
 
-# Over real process groups, against one process.
+# Over real process groups, compared with one process.
 
 
 def build(kind: str) -> nn.Module:
@@ -204,7 +204,7 @@ def build(kind: str) -> nn.Module:
         return model
     dropout = 0.2 if "dropout" in kind else 0.0
     add_adapters(model, LoRA(rank=3, dropout=dropout, modules_to_save=("model.norm",)))
-    randomise(model, 0)  # initially lora_B is zero, which makes the gradient of lora_A zero
+    randomise(model, 0)  # because lora_B is initially zero, so that lora_A would have a gradient of zero
     torch.manual_seed(1)  # the seed of the dropout
     return model
 

@@ -1,4 +1,4 @@
-"""`check_cpu`: every family of FLA runs on a CPU, and a kernel without stand-in is named."""
+"""`check_cpu`: every family of FLA runs on a CPU, and a kernel without a stand-in is named."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def families():
 
 @pytest.mark.parametrize("kind", families())
 def test_every_family_of_fla_runs_on_a_cpu(kind):
-    """With more than 64 tokens several families use other kernels. Values are checked by proofs."""
+    """Several families use other kernels for more than 64 tokens. Proofs check the values."""
     model = zoo.build(kind, dtype=torch.float32)
     check_cpu(model)
     model(**zoo.inputs(kind, seq_len=70), use_cache=False).logits.square().mean().backward()

@@ -64,7 +64,7 @@ def test_loss_and_gradients_agree_between_float64_and_float32(kind, options, seq
     for name, value in exact.items():
         assert value.isfinite().all()
         assert value.abs().max() > 0, name
-        # Two layers of float32 rounding; measured: 3e-6. The next test would find float32 inside the float64 run.
+        # The difference is float32 rounding in two layers. Measured: 3e-6. The next test would find float32 inside float64.
         assert (rounded[name] - value).abs().max() <= 2e-5 * value.abs().max(), name
 
 
@@ -72,7 +72,7 @@ def test_loss_and_gradients_agree_between_float64_and_float32(kind, options, seq
     ("kind", "options"), [("gla", "conv"), ("gla", "unfused"), ("transformer", "every option")]
 )
 def test_float64_has_no_float32_inside(kind, options):
-    """A central difference of the loss over 1e-6 agrees with the gradient. In float32 it would be off by 0.1."""
+    """A central difference of the loss with a step of 1e-6 agrees with the gradient. In float32 it would be off by 0.1."""
     model, input_ids = build(kind, options).double(), tokens(1, 70)
 
     def loss():
@@ -88,7 +88,7 @@ def test_float64_has_no_float32_inside(kind, options):
             torch._foreach_add_(parameters, direction, alpha=move)
             values.append(loss())
     difference = (values[0] - values[1]) / (2 * step)
-    # Truncation error: step^2 times a third derivative along a direction of length 300; measured: 3e-8.
+    # The truncation error is step^2 times a third derivative along a direction of length 300. Measured: 3e-8.
     assert abs(difference - slope) <= 1e-6 * abs(slope)
 
 
@@ -107,7 +107,7 @@ def test_packed_and_padded_documents_equal_separate_ones(kind, options):
     for index, document in enumerate(documents):
         padded[index, -document.shape[1] :], mask[index, -document.shape[1] :] = document, 1
     logits = model(input_ids=padded, attention_mask=mask, use_cache=False).logits
-    # FLA rotates a padded document by positions that count the padding. Attention depends on differences of positions,
+    # FLA rotates a padded document by positions that include the padding. Attention depends on differences of positions,
     # which FLA's float32 tables keep to 1e-7.
     tolerance = 1e-11 if options == "conv" else 1e-6
     torch.testing.assert_close(logits[mask.bool()], separate[0], rtol=0, atol=tolerance)
@@ -146,13 +146,13 @@ def test_import_replaces_nothing_and_other_devices_install_nothing():
         "assert ACT2FN['silu'] is fla.modules.activations.swish is SwishFunction.apply\n"
         "assert ACT2FN['silu'](torch.zeros(2)).sum() == 0\n"
     )
-    # FLA's dispatch is not needed and may be disabled.
+    # FLA's dispatch is not needed, so it may be disabled.
     environment = os.environ | {"FLA_DISABLE_BACKEND_DISPATCH": "1"}
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], env=environment, check=True)
 
 
 def test_other_tensors_are_passed_to_the_original():
-    """Meta tensors represent CUDA tensors here: neither are CPU tensors."""
+    """Here, meta tensors stand for CUDA tensors, because neither are CPU tensors."""
     import fla.layers.attn
     import fla.layers.gla
     from fla.modules.activations import swish

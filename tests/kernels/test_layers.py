@@ -1,4 +1,4 @@
-"""Modules of FLA on a CPU, through its dispatch, against their formulas, in float64 and float32."""
+"""Modules of FLA on a CPU, called through FLA's dispatch, equal their formulas in float64 and float32."""
 
 import pytest
 import torch
@@ -27,14 +27,14 @@ def randn(*shape, dtype):
 
 
 def randomized(module, dtype):
-    """Give a module random weights, so that one that is not used shows."""
+    """Give a module random weights, so that the tests notice if one of them is not used."""
     for parameter in module.to(dtype).parameters():
         torch.nn.init.normal_(parameter)
     return module
 
 
 def assert_same(got, want, leaves):
-    """Check outputs and gradients, computed in the dtype of the leaves."""
+    """Check that outputs and gradients agree, with the tolerance for the dtype of the leaves."""
     same(got, want, leaves, TOLERANCE[leaves[0].dtype])
 
 
@@ -220,7 +220,7 @@ def rotate(x, positions, interleaved):
     """Rotate channel pairs of x [T, H, D], as complex numbers, by position * 10000^(-2i/D)."""
     pairs = x.unflatten(-1, (-1, 2)) if interleaved else x.unflatten(-1, (2, -1)).transpose(-1, -2)
     frequencies = 1.0 / 10000 ** (torch.arange(0, x.shape[-1], 2, dtype=torch.float32) / x.shape[-1])
-    angle = torch.outer(positions.float(), frequencies)  # float32 tables, as FLA computes them
+    angle = torch.outer(positions.float(), frequencies)  # in float32, as FLA computes its tables
     turned = (
         torch.view_as_complex(pairs.contiguous())
         * torch.complex(angle.cos().to(x), angle.sin().to(x))[:, None]

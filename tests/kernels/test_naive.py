@@ -1,4 +1,4 @@
-"""Stand-ins for FLA's kernels of attention and slots, against formulas and other references in float64."""
+"""Stand-ins for FLA's kernels of attention and slots equal formulas and other references in float64."""
 
 import importlib
 
@@ -12,7 +12,7 @@ from titanplans.kernels.naive import Naive, by_naive
 
 BATCH, TOKENS, HEADS, KEY, VALUE = 2, 9, 4, 4, 6
 BOUNDS = torch.tensor([0, 4, 5, 9])
-"""Bounds of packed sequences."""
+"""The bounds of packed sequences."""
 
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
@@ -66,7 +66,7 @@ def forgetting(q, k, v, g, window=None):
 
 
 def parallax(q, r, k, v, window=None):
-    """Return the output plus the correlation of values and second scores, weighted by the first."""
+    """Return softmax attention minus the covariance of values and second scores r k, weighted by attention."""
     k_all, v_all = (x.repeat_interleave(HEADS // x.shape[2], 2) for x in (k, v))
     ones = torch.eye(q.shape[1], dtype=q.dtype)[None, :, None].expand(len(q), -1, HEADS, -1)
     weights = softmax_attention(q, k, ones, window=window)  # [B, i, H, j]
@@ -89,7 +89,7 @@ def stickbreaking(q, k, v, attend_current=False):
 
 
 def block_attention(q, k, v, size, topk):
-    """Compute MoBA of one sequence, query by query."""
+    """Compute MoBA query by query."""
     k, v = (x.repeat_interleave(HEADS // x.shape[2], 2) for x in (k, v))
     o = torch.zeros_like(q[..., :1] + v)
     for b, t, h in ((b, t, h) for b in range(len(q)) for t in range(q.shape[1]) for h in range(HEADS)):
@@ -131,7 +131,7 @@ ATTENTION = {
 
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention_equals_its_formula(name):
-    """The full sequences with gradients, and packed sequences against each by itself."""
+    """Full sequences are compared with gradients, and packed sequences with each sequence by itself."""
     path, formula, options, formula_options = ATTENTION[name]
     q, k, v = qkv(value=KEY)
     o = kernel(path)(q=q, k=k, v=v, **options)
@@ -267,7 +267,7 @@ def test_sparse_attention_is_refused_if_the_kernel_of_fla_uses_other_blocks(coun
 
 
 def test_slots_equal_the_formula_of_the_paper():
-    """`naive_cumsum_abc` is the paper's formula; GSA with its decays and inputs is the same."""
+    """`naive_cumsum_abc` is the paper's formula. GSA with the paper's decays and inputs computes the same."""
     from fla.ops.abc.naive import naive_cumsum_abc
 
     from titanplans.kernels.widen import Widen

@@ -1,4 +1,4 @@
-"""In a proof in float64 code that asks for float32 gets float64, also in grouped products."""
+"""In a proof in float64, code that asks for float32 gets float64, also in grouped products."""
 
 import torch
 
@@ -22,7 +22,7 @@ def test_float32_is_widened_by_name_and_as_the_default():
 
 
 def test_experts_in_float64_multiply_their_own_tokens():
-    """torch has no kernel for grouped float64 products. The second expert gets no token, and one token no expert."""
+    """torch has no kernel for grouped float64 products. The second expert gets no token, and one token gets no expert."""
     generator = torch.Generator().manual_seed(0)
     tokens, weights, gradient = (
         torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((6, 4), (3, 4, 5), (6, 5))

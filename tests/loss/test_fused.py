@@ -1,4 +1,4 @@
-"""The fused loss, computed in the head by chunks: it equals that of logits, allocates no full logits, and refuses misuse."""
+"""The fused loss, which the head computes in chunks, equals the loss of logits, needs no full logits, and refuses misuse."""
 
 import functools
 from contextlib import nullcontext
@@ -72,7 +72,7 @@ def batch(vocabulary=13):
 
 
 def loss_of(model, tokens, labels, fused=None, **objective):
-    """Return the loss; its divisor is not the count of labels, so that a wrong divisor shows."""
+    """Return the loss. Its divisor is not the number of labels, so that the tests notice a wrong divisor."""
     if fused is None:
         logits = model(tokens).logits
     else:
@@ -85,7 +85,8 @@ def gradients(model):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-# Over ranks, with options: FSDP2, gathered logits, no sequence parallelism, tied weights, soft caps, biases.
+# Over ranks.
+
 OBJECTIVE = {"label_smoothing": 0.1, "z_loss": 0.01}
 BIASED, CAPPED = {"bias": True}, {"vocabulary": 7, "tied": True, "cap": 2.0}
 PLAN = {"plan": TinyPlan}
@@ -114,7 +115,7 @@ REDUCED = {
 
 
 def largest_error(config, degrees, options, dtype):
-    """Return the largest error of loss and gradients of two accumulated micro batches, and of the loss in evaluation."""
+    """Return the largest error: of loss and gradients of two accumulated micro batches, and of the loss in evaluation."""
     model, (tokens, labels) = build(dtype, **options), batch(options.get("vocabulary", 13))
     expected = loss_of(model, tokens, labels) + 0  # cross entropy alone
     training_loss = cross_entropy(model(tokens).logits, labels, 40, **OBJECTIVE)
@@ -126,7 +127,7 @@ def largest_error(config, degrees, options, dtype):
     dp = manager.mesh.get_mesh("dp")
     mine = slice(dp.get_local_rank() * ROWS // dp.size(), (dp.get_local_rank() + 1) * ROWS // dp.size())
     fused, total = FusedLoss(split, chunk_tokens=3), torch.zeros((), dtype=dtype)
-    # Two micro batches: labels in the first and in the second half of each sequence; the model gets full sequences.
+    # The model gets full sequences in both micro batches. The labels are in the first and in the second half of each.
     for index, half in enumerate((slice(0, LENGTH // 2), slice(LENGTH // 2, LENGTH))):
         labels_of_half = torch.full_like(labels, -100)
         labels_of_half[:, half] = labels[:, half]
@@ -228,7 +229,7 @@ def test_gradients_are_summed_over_chunks_in_float32():
 
 
 class Largest(TorchDispatchMode):
-    """Records the most elements of a tensor that takes memory."""
+    """Records the largest number of elements of a tensor that is allocated."""
 
     most = 0
 
@@ -249,7 +250,7 @@ def test_only_the_logits_of_one_chunk_are_allocated():
         with Largest() as largest:
             loss_of(model, tokens, labels, computes).backward()
         sizes.append(largest.most)
-    assert sizes == [512 * 16, 4 * 64 * 512]  # the head's gradient, and the logits of a chunk
+    assert sizes == [512 * 16, 4 * 64 * 512]  # fused: the head's gradient; not fused: the full logits
 
 
 def test_no_gradient_is_computed_without_need():

@@ -1,4 +1,4 @@
-"""The Triton kernels of the loss, run by Triton's interpreter, against operators of torch.
+"""The Triton kernels of the loss, run by Triton's interpreter, compute what operators of torch compute.
 
 The interpreter needs a new process, because triton reads `TRITON_INTERPRET` at import. On a GPU, `make gpu` runs the kernels
 themselves.
@@ -20,12 +20,12 @@ OBJECTIVES = {
     "z-loss": Objective(z_loss=1e-2),
     "both": Objective(0.1, 1e-2),
 }
-# Sums in another order round differently; in bfloat16 a gradient is rounded by up to a relative 2^-9.
+# Sums in another order round differently. In bfloat16 a gradient is rounded by up to a relative 2^-9.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 4e-3}
 
 
 def case(dtype: torch.dtype, width: int = 4099) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return logits with columns for two programs and an odd number of rows, and labels."""
+    """Return logits, which have an odd number of rows and columns for two programs, and labels."""
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(5, width + 2, generator=generator, dtype=torch.float64) * 8).to(dtype)[:, :width]
     logits[1, : width // 2] = -torch.inf  # masks all columns of the first program
@@ -51,7 +51,7 @@ def main() -> None:
             assert close, (dtype, name, (gradient - of_operators).abs().max())
             assert gradient[0].abs().max() > 0.01
             assert not gradient[2].any()
-    # A shard of the vocabulary: labels on another rank, and a shard without columns.
+    # Shards of the vocabulary: one with labels on another rank, and one without columns.
     for width in (7, 0):
         logits, index, mine = torch.randn(2, width), torch.tensor([3, 0]), torch.tensor([width > 0, False])
         for by_kernel, by_operators in zip(
@@ -72,7 +72,7 @@ def test_kernels_compute_what_operators_compute():
 
 @pytest.mark.parametrize(("logits", "wide"), [("bf16", "fp32"), ("fp32", "fp32"), ("fp64", "fp64")])
 def test_kernels_compile_for_a_gpu(logits, wide):
-    """Triton includes the assembler, so no GPU is needed."""
+    """This needs no GPU, because Triton includes the assembler."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 

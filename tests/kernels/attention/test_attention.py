@@ -1,4 +1,4 @@
-"""The stand-ins for flash-attn against an explicit masked softmax."""
+"""The stand-ins for flash-attn equal an explicit masked softmax."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from titanplans.kernels.attention.attention import flash_attn_func, flash_attn_v
 
 
 def masked_softmax(q, k, v, causal, window, scale=None):
-    """Compute attention of [B, L, H, D]; the output of queries without keys is zero, as in flash-attn."""
+    """Compute attention of q, k and v [B, L, H, D]. As in flash-attn, the output of queries without keys is zero."""
     groups = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(groups, 2) for x in (k, v))
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)

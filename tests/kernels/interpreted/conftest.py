@@ -1,4 +1,4 @@
-"""Tests that need processes of their own, because Triton's interpreter can't be removed (make test-kernels)."""
+"""These tests need processes of their own (make test-kernels), because Triton's interpreter can't be uninstalled."""
 
 from tests.support.interpreted import calls
 

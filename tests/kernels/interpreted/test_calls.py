@@ -1,4 +1,4 @@
-"""Each kernel of FLA, as the layers of all its families call it, against its stand-in on a CPU."""
+"""Each kernel of FLA, called as the layers of all FLA's families call it, agrees with its stand-in on a CPU."""
 
 import json
 import os
@@ -65,7 +65,7 @@ def _line(call: Call, difference: Difference) -> str:
 
 
 def _write(call: Call, name: str, condition: str, differences: list[Difference], why: str) -> None:
-    """Append a line to the file KERNELS_COMPARED, if the environment names it: tests/support/pages/kernels.py reads it."""
+    """Append a line to the file that the environment variable KERNELS_COMPARED names, for tests/support/pages/kernels.py."""
     if file := os.environ.get("KERNELS_COMPARED"):
         worst = max(differences, key=lambda difference: difference.between)
         backward = any(difference.tensor.startswith("gradient") for difference in differences)
@@ -104,7 +104,7 @@ def test_kernels_with_documents_agree(name):
 
 @pytest.mark.parametrize("name", [name for name in families() if name not in NO_CACHE])
 def test_kernels_with_states_agree(name):
-    """The cache of one forward is the input of the next."""
+    """The cache that one forward returns is an input of the next forward."""
     for fields in variants(name):
         model = build(name, fields).eval()
         tokens = inputs(model.config, 72)["input_ids"]
@@ -122,7 +122,7 @@ def test_kernels_with_states_agree(name):
 
 @pytest.mark.parametrize("name", ["gla", "gated_deltanet", "kda", "transformer", "hgrn2", "delta_net"])
 def test_kernels_in_bfloat16_agree(name):
-    # Kernel and stand-in round outputs and gradients to bfloat16, by a relative 2^-9 each.
+    # Kernel and stand-in each round outputs and gradients to bfloat16, which changes them by up to a relative 2^-9.
     model = build(name, variants(name)[0]).bfloat16()
     with recorded() as calls:
         model(**inputs(model.config, 70)).loss.backward()

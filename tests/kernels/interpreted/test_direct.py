@@ -1,4 +1,4 @@
-"""Kernels that no layer of the families calls, against stand-ins: of FLA, and of this project's loss."""
+"""Kernels of FLA and of this project's loss that no layer of the families calls agree with their stand-ins."""
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ FUNCTIONS = {
     "cross entropy": (_entropy, [(70, 96)], True),
     "RWKV-7, token by token": (_rwkv7, [HEADS] * 6, False),
 }
-"""By name: the function, the shapes of its inputs, and whether it has a backward."""
+"""Each function by name, with the shapes of its inputs and whether it has a backward."""
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -77,7 +77,7 @@ def test_kernels_that_no_layer_calls_agree(name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("summed", [False, True])
 def test_kernels_of_the_loss_compute_what_operators_compute(dtype, summed, monkeypatch):
-    """More columns than a program loads at once, over a shard of the vocabulary, with labels on other ranks."""
+    """The shard of the vocabulary has more columns than a program loads at once, and some labels are on other ranks."""
     monkeypatch.setattr(kernels, "COLUMNS", 64)
     generator = torch.Generator().manual_seed(0)
     logits = (3 * torch.randn(9, 150, generator=generator)).to(dtype)
@@ -99,7 +99,7 @@ def test_kernels_of_the_loss_compute_what_operators_compute(dtype, summed, monke
     ("scale", "least", "most"), [(1, 2e-4, 2e-3), (1e-2, 5e-3, 0.05), (1e-4, 0.3, 0.9), (1e-6, 0.98, 1.02)]
 )
 def test_gradients_of_mesa_net_are_lost_where_they_are_small(scale, least, most):
-    """The kernel adds 1e-5 to squares that it divides by. Without that it agrees at every scale."""
+    """The kernel adds 1e-5 to the squares that it divides by. Without this addition it would agree at every scale."""
     shape = (1, 70, 2, 16)
 
     def queries_gradient(dtype=torch.float32):

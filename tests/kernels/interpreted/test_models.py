@@ -1,4 +1,4 @@
-"""Models with FLA's kernels against the same models with stand-ins; and proofs of plans with the kernels."""
+"""Models with FLA's kernels agree with the same models with stand-ins, and plans are proved with the kernels."""
 
 import warnings
 from contextlib import ExitStack
@@ -11,7 +11,7 @@ from tests.support.interpreted.models import build, families, inputs, packed, va
 from titanplans import Degrees, PlanError, verify
 
 TWO_BLOCKS = 5e-5
-"""Relative tolerance in float32 for a model of two blocks: five times that of one kernel."""
+"""Relative tolerance in float32 for a model of two blocks, which is five times the tolerance for one kernel."""
 
 
 def _step(name, batch, *, kernels=False, dtype=torch.float32):
@@ -67,7 +67,7 @@ def test_a_split_model_trains_as_the_unsplit_one(name, dimension):
 
 @pytest.mark.parametrize("dimension", ["tp", "cp"])
 def test_a_split_model_trains_as_the_unsplit_one_in_every_condition(dimension):
-    """Every condition of the proof: several batches, recomputation, a norm, AdamW."""
+    """The conditions of the proof include several batches, recomputation, a norm, and AdamW."""
     small = variants("gla")[0] | dict(num_hidden_layers=1, num_heads=2, num_kv_heads=2)
     with real():
         report = verify(

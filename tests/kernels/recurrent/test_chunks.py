@@ -1,4 +1,4 @@
-"""Chunked linear attention against a loop over time: in float64, in float32, and with extreme gates."""
+"""Chunked linear attention equals a loop over time in float64, in float32, and with extreme gates."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def recurrence(q, k, v, g, state, a, b):
 
 
 def inputs(length, *, gate=1.0, dtype=torch.float64, vectors=True, corrected=False):
-    """Return q, k, v, g, a state, a and b; `gate` scales log-sigmoid gates, whose mean is -0.8."""
+    """Return q, k, v, g, a state, a and b. `gate` scales the log-sigmoid gates, which have a mean of -0.8."""
     rng = torch.Generator().manual_seed(0)
     q, k, g, e = torch.randn(4, BATCH, length, HEADS, KEY, dtype=torch.float64, generator=rng)
     v = torch.randn(BATCH, length, HEADS, VALUE, dtype=torch.float64, generator=rng)
@@ -61,7 +61,7 @@ def test_gates_of_minus_five_per_step_are_exact_in_float32():
     with torch.no_grad():
         leaves[3].fill_(-5.0)
     want = computed(recurrence, [x.detach().double().requires_grad_() for x in leaves])
-    # Gradients are compared relative to themselves. That of the gates is exp(-5) times smaller, without cancellation.
+    # Gradients are compared relative to themselves. The gates' gradient is exp(-5) times smaller, without cancellation.
     for a, b in zip(computed(by_chunks, leaves), want, strict=True):
         assert (a - b).abs().max() <= 2e-6 * b.abs().max()
 

@@ -1,6 +1,6 @@
-"""Stand-ins for FLA's recurrent kernels: their values, the options that the adapter adds, and refusals.
+"""Stand-ins for FLA's recurrent kernels: their values, the options of FLA's functions, and refusals.
 
-Each is compared with its definition, which is written here as a sum over earlier tokens if possible, otherwise as a loop.
+Each stand-in is compared with its definition, written here as a sum over earlier tokens if possible, otherwise as a loop.
 """
 
 import functools
@@ -20,7 +20,7 @@ from titanplans.kernels.table import FORMULAS
 
 BATCH, TOKENS, HEADS, KEY, SLOTS, STEPS = 2, 7, 2, 4, 5, 2
 VALUES = {"mesa_net": KEY}
-"""Sizes of values other than 6."""
+"""The size of values if it is not 6."""
 OVER_TIME = {
     "comba": {"p": (KEY,), "g": (), "beta": ()},
     "cyfa": {"g": (), "beta": (), "delta": ()},
@@ -35,14 +35,14 @@ OVER_TIME = {
     "precond_kda": {"g": (KEY,), "beta": (), "g_atk": (), "beta_atk": ()},
     "simple_gla": {"g": ()},
 }
-"""Further inputs after q, k and v, with their dimensions after [B, T, H]."""
+"""The inputs after q, k and v, with their dimensions after [B, T, H]."""
 STATES = {
     "mesa_net": ("h_kk_init", "h_kv_init"),
     "path_attn": (),
     "precond_gated_delta_rule": ("initial_state", "initial_A_state"),
     "precond_kda": ("initial_state", "initial_A_state"),
 }
-"""Arguments for the states of a kernel, if it has others than `initial_state`."""
+"""The names of a kernel's arguments for states, if they are not just `initial_state`."""
 MIXERS = sorted(OVER_TIME)
 
 
@@ -61,7 +61,7 @@ def test_every_reference_is_tested_here():
 
 
 OTHERS = {"abc", "gsa", "hgrn", "rwkv6", "rwkv7"}
-"""Kernels with tests elsewhere."""
+"""Kernels that other files test."""
 
 
 def kernel(mixer, kind=None):
@@ -73,7 +73,7 @@ def randn(*sizes, seed):
 
 
 def inputs(mixer, batch=BATCH, tokens=TOKENS, dtype=torch.float64, seed=0):
-    """Return the inputs that have values for each token."""
+    """Return the inputs of a mixer's kernel that have values for each token."""
     arguments = {}
     sizes = {"q": (KEY,), "k": (KEY,), "v": (VALUES.get(mixer, 6),)} | OVER_TIME[mixer]
     for index, (name, size) in enumerate(sizes.items()):
@@ -90,7 +90,7 @@ def inputs(mixer, batch=BATCH, tokens=TOKENS, dtype=torch.float64, seed=0):
 
 
 def options(mixer, dtype=torch.float64):
-    """Return the other arguments of a mixer."""
+    """Return the other arguments of a mixer's kernel."""
     arguments = {}
     if mixer == "gated_delta_product":
         arguments = {"num_householder": STEPS}
@@ -119,7 +119,7 @@ def close(got, want, tolerance=1e-13):
 
 
 def decays(g):
-    """Return the decay from each token [B, 1, S, ...] to each later one [B, T, S, ...], and 0 to earlier ones."""
+    """Return the decay from each token to each later token, and 0 to earlier tokens; [B, T, S, ...] for g [B, T, ...]."""
     past = g.cumsum(1)
     later = (
         torch.ones(g.shape[1], g.shape[1], dtype=torch.bool)
@@ -150,7 +150,7 @@ def delta_by_hand(q, k, v, g=None, beta=None, **preconditioner):
 
 
 def comba_by_hand(q, k, v, p, g, beta):
-    """S = decay(g_t) S + k_t (beta_t (v_t - S^T p_t))^T, o_t = K^-0.5 S^T q_t; p uses the state before its decay."""
+    """S = decay(g_t) S + k_t (beta_t (v_t - S^T p_t))^T, o_t = K^-0.5 S^T q_t; p reads the state before its decay."""
     state, outputs = q.new_zeros(q.shape[0], *k.shape[2:], v.shape[-1]), []
     for t in range(q.shape[1]):
         value = beta[:, t, :, None] * (v[:, t] - torch.einsum("bhkv,bhk->bhv", state, p[:, t]))
@@ -160,7 +160,7 @@ def comba_by_hand(q, k, v, p, g, beta):
 
 
 def preconditioned(k, g_atk, beta_atk, log_atk_scale, x, eps):
-    """Return the keys to write, and the last sum of decayed squares."""
+    """Return the preconditioned keys, and the last sum of decayed squares."""
     squares = torch.einsum("btsh,bsh,bshk->bthk", decays(g_atk), beta_atk, k.square())
     r = (squares + eps).log() - log_atk_scale[:, None]
     return k * x ** -(r / (1 + r.abs())), squares[:, -1]
@@ -176,7 +176,7 @@ def precond_by_hand(q, k, *, epsilon=0.0, use_qk_l2norm_in_kernel, **arguments):
 
 
 def mesa_by_hand(q, k, v, g, beta, lamb):
-    """Ridge regression over the past: o_t = v^T W k (k^T W k + diag(lamb))^-1 q_t, W of decays and betas."""
+    """Ridge regression over the past: o_t = v^T W k (k^T W k + diag(lamb))^-1 q_t, with decays times betas in W."""
     keys, values = (torch.einsum("btsh,bsh,bshk,bshv->bthkv", decays(g), beta, k, x) for x in (k, v))
     system = keys + torch.diag_embed(lamb)
     o = torch.einsum("bthkv,bthk->bthv", values, torch.linalg.inv(system).matmul(q[..., None])[..., 0])
@@ -184,7 +184,7 @@ def mesa_by_hand(q, k, v, g, beta, lamb):
 
 
 def path_by_hand(q, k, v, w, beta, g):
-    """Softmax attention; from token to token, keys are multiplied by I - beta_t w_t w_t^T."""
+    """Softmax attention whose earlier keys are multiplied by I - beta_t w_t w_t^T at each token t."""
     keys, outputs = k[:, :0], []
     past = g.cumsum(1)
     for t in range(q.shape[1]):
@@ -197,7 +197,7 @@ def path_by_hand(q, k, v, w, beta, g):
 
 
 def cyfa_by_hand(q, k, v, g, delta, beta, readout, **norms):
-    """Attention to slots of relative time: past tokens are in the slots near their clock distance, by Dirichlet's kernel."""
+    """Attention to slots of relative time. Dirichlet's kernel puts past tokens into the slots near their clock distance."""
     q, k = (
         F.rms_norm(x, (KEY,), norms[f"{name}_norm_weight"], norms[f"{name}_norm_eps"])
         for name, x in (("q", q), ("k", k))
@@ -243,7 +243,7 @@ def test_a_kernel_equals_its_definition_in_float64_with_every_gradient(mixer, ki
 
 @pytest.mark.parametrize("bounds", [[0, 70], [0, 1, 4, 70]])
 def test_comba_equals_the_chunk_reference_of_fla(bounds):
-    """FLA's reference for its chunk kernel computes in float32 and takes one sequence at a time."""
+    """FLA's reference for its chunk kernel computes in float32, and takes one sequence at a time."""
     from fla.ops.comba.naive import naive_chunk_comba
 
     arguments = inputs("comba", batch=1, tokens=70, dtype=torch.float32)
@@ -317,7 +317,7 @@ def test_states_continue_a_sequence(mixer):
 
 @pytest.mark.parametrize("mixer", [m for m in MIXERS if m != "path_attn"])
 def test_states_of_another_count_of_sequences_are_refused(mixer):
-    """FLA's kernels refuse them too, for example those of MoM if not all memories are used."""
+    """FLA's kernels refuse such states, too, for example those of MoM if not all memories are used."""
     arguments, more = inputs(mixer, batch=1), options(mixer) | {"output_final_state": True}
     _, *states = kernel(mixer)(**inputs(mixer, batch=3), **more)
     with pytest.raises(KernelError, match="3 states, but cu_seqlens has 2 sequences"):
@@ -351,7 +351,7 @@ def test_one_token_of_mesa_net():
 
 
 def test_keys_of_path_attention_are_cached_for_decoding():
-    """Queries at the last token attend to cached keys as in softmax attention."""
+    """Queries of the last token attend to the cached keys as in softmax attention."""
     from fla.ops.attn.decoding import attn_decoding_one_step
 
     arguments, bounds = inputs("path_attn", batch=1), torch.tensor([0, 3, TOKENS])
@@ -387,7 +387,7 @@ def test_one_decay_per_head_and_none():
 
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
 def test_options_that_transform_the_inputs(lower_bound):
-    """Norms of q and k, the sigmoid of beta, the gate from its parameters, more value heads than key heads."""
+    """The options: norms of q and k, the sigmoid of beta, a gate computed from parameters, more value heads than key heads."""
     from fla.ops.kda.gate import fused_kda_gate
 
     arguments = inputs("kda")

@@ -1,4 +1,4 @@
-"""RWKV and HGRN operators on a CPU against references of FLA, and against a direct formula."""
+"""RWKV and HGRN operators on a CPU equal references of FLA and a direct formula."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Mamba 2 and 3 on a CPU, against loops over time and transformers' forward in PyTorch."""
+"""Mamba 2 and 3 on a CPU equal loops over time and transformers' forward in PyTorch."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def test_the_scan_equals_the_recurrence(length, monkeypatch):
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_the_mixer_equals_that_of_transformers(groups):
-    """FLA's forward assigns other groups to heads. One token after a cache continues the prefix."""
+    """FLA's own forward assigns other groups to heads. The prefix continues with one token and its cache."""
     install("cpu")
     from fla.layers.mamba2 import Mamba2
     from fla.models.utils import Cache
@@ -79,8 +79,8 @@ def test_the_mixer_equals_that_of_transformers(groups):
 def mamba3_directly(q, k, v, adt, dt, trap, q_bias, k_bias, angles, d, z, mimo_v, mimo_z, pairs):
     """Return [B, T, H, R, P]: attention with decays, in the quadratic form of mamba_ssm's tests (mamba3_siso_fwd_ref).
 
-    A token writes with its own half step and that of the next token, but its own output uses only the first. Queries and
-    keys are rotated as complex numbers, whose components are at `pairs`.
+    A token writes with its own half step and with that of the next token, but its own output uses only its own. Queries and
+    keys are rotated as complex numbers, whose components are at the indices `pairs`.
     """
     tokens, heads = v.shape[1:3]
     q, k = (
@@ -140,7 +140,7 @@ def test_mamba3_equals_its_quadratic_form(mimo_rank, angle_pairs):
 
 @pytest.mark.parametrize("name", ["mamba3", "log_linear_mamba2"])
 def test_mixers_that_fla_restricts_to_gpus_run(name):
-    """One token after a cache continues the prefix, padding is ignored, and packed sequences are separate."""
+    """The prefix continues with one token and its cache, padding is ignored, and packed sequences are separate."""
     install("cpu")
     from fla.layers.log_linear_mamba2 import LogLinearMamba2
     from fla.layers.mamba3 import Mamba3
