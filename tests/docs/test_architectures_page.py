@@ -1,4 +1,7 @@
-"""docs/generated/architectures.md lists every plan, its lines and its proved variants; tests/docs compares the full page."""
+"""docs/generated/architectures.md lists every plan, its number of lines and its proved variants.
+
+test_generated.py compares the full page.
+"""
 
 import inspect
 

@@ -18,7 +18,7 @@ LINKING = [
     *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "examples/out_of_tree/README.md")),
 ]
 ELSEWHERE = ("fla", "legacy", "outputs", "dump_folder", "rank_N")
-"""First names of paths outside of this repository: of other projects, or of files that a job writes."""
+"""The first components of paths outside of this repository: of other projects, or of files that a job writes."""
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 
 
@@ -78,7 +78,7 @@ def test_toml_blocks_load(page, tmp_path, monkeypatch):
     from titanplans.config import load_job
     from titanplans.config.families import read_family
 
-    monkeypatch.chdir(ROOT)  # sweeps name their base job relative to it
+    monkeypatch.chdir(ROOT)  # sweeps name their base job relative to the root
 
     for index, block in enumerate(blocks(page, "toml"), 1):
         job = tmp_path / f"{index}.toml"
@@ -123,7 +123,7 @@ def test_anchors_are_those_of_github(tmp_path):
 
 
 def test_paths_that_the_code_names_exist():
-    """Pages that errors, docstrings and comments name exist; `make gpu` writes the pages in docs/gpu."""
+    """Pages, programs and pictures in docs that errors, docstrings and comments name exist."""
     code = [
         f for folder in ("titanplans", "plans", "tests", "benchmarks") for f in (ROOT / folder).rglob("*.py")
     ]

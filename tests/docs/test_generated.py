@@ -11,9 +11,9 @@ sys.path.append(str(ROOT / "docs"))
 from generate import FOLDER, PAGES, SLOW, main  # docs/ is not a package
 
 EXHAUSTIVE = ("architectures.md", "models.md")
-"""It takes half a minute: every named size is built on the meta device."""
+"""Pages that take half a minute, as every named size is built on the meta device."""
 BY_OTHER_TESTS = ("combinations.md",)
-"""tests/parallel/test_combinations.py compares this page, because it computes the verdicts anyway."""
+"""The page that tests/parallel/test_combinations.py compares, because that test computes the verdicts anyway."""
 
 
 @pytest.mark.parametrize(

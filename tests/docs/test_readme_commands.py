@@ -1,6 +1,6 @@
-"""Every command of the README, and some of other pages, prints what is said there.
+"""Every command of the README, and some commands of other pages, print what the pages say.
 
-`COMMANDS` adds options that reduce cases or steps; commands that still take minutes are exhaustive.
+`COMMANDS` adds options that reduce cases or steps. Commands that still take minutes are tested by `make test-exhaustive`.
 """
 
 import re
@@ -14,7 +14,7 @@ from tests.support.paths import ROOT
 pytestmark = pytest.mark.thorough
 
 QUICK = ("--quick", "--tp", "2")
-"""Options for a proof of each condition once, at one degree."""
+"""Options with which a proof covers each condition once, at one degree."""
 MINUTES = pytest.mark.exhaustive
 PLANS = """
 from titanplans.plans.hf.qwen import Qwen3Plan
@@ -23,7 +23,7 @@ class MyPlan(Qwen3Plan):
     def attn_plan(self, attn):
         return super().attn_plan(attn) | {"q_norm": self.replicated_off_stream()}
 """
-"""`MyPlan` is the wrong plan of the README; `Unmasked` is a block of docs/proof.md."""
+"""`MyPlan` is the README's wrong plan. `Unmasked` is added from a block of docs/proof.md."""
 
 COMMANDS = {
     "verify gla --tp 2": (("--quick",), 0, "proved: 2 cases"),
@@ -65,9 +65,9 @@ COMMANDS = {
     ),
     "list gla": ((), 0, "largest degree: debug 8, 340M 4"),
 }
-"""By arguments of `titanplans`: added options, exit status, and a fragment of the output.
+"""The arguments of each command, with added options, the exit status, and a fragment of the output.
 
-For a command that needs a GPU or a download, the refusal is tested. Commands that the README lacks are of other pages.
+For a command that needs a GPU or a download, the refusal is tested. Commands that the README lacks are from other pages.
 """
 SLOW = ("verify gla --tp 2", "async-tp qwen3 --tp 2", "verify my_plans:MyPlan --model qwen3 --tp 2")
 

@@ -1,4 +1,4 @@
-"""A plan as a dict of torch's parallel styles, named by path, against the unsplit model."""
+"""A plan as a dict of torch's parallel styles, which its import path names, compared with the unsplit model."""
 
 import functools
 import importlib
@@ -14,14 +14,17 @@ from titanplans.parallel import clip_gradients
 
 
 def named(path):
-    """Return the plan at `path`, as Automodel and NeMo-RL load it: a dict, or what a function without arguments returns."""
+    """Return the plan that `path` names, as Automodel and NeMo-RL load it.
+
+    The path names a dict, or a function that returns one.
+    """
     module, _, name = path.rpartition(".")
     attribute = getattr(importlib.import_module(module), name)
     return attribute() if callable(attribute) else attribute
 
 
 def losses(rank, split):
-    """Return loss and gradient norm of three steps, of sequences that differ between the data-parallel ranks."""
+    """Return loss and gradient norm of three steps. Data-parallel ranks get different sequences."""
     model, data = small_model().double(), sequences(12)
     dp = 2 if split else 1
     if split:
@@ -29,7 +32,7 @@ def losses(rank, split):
         parallelize_module(model, mesh["tp"], named("titanplans.integrations.automodel.plan"))
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh["dp"])
-        fully_shard(model, mesh=mesh["dp"])  # which averages gradients, as Automodel's does
+        fully_shard(model, mesh=mesh["dp"])  # averages gradients, as in Automodel
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     log = []
     for step in range(3):
@@ -51,5 +54,5 @@ def test_losses_and_norms_are_those_of_the_unsplit_model():
     split, unsplit = (
         process_groups.run(functools.partial(losses, split=ranks > 1), ranks) for ranks in (4, 1)
     )
-    # The loss of transformers is computed in float32: an epsilon is 1.2e-7.
+    # transformers computes the loss in float32, whose epsilon is 1.2e-7.
     torch.testing.assert_close(torch.tensor(split), torch.tensor(unsplit), rtol=1e-6, atol=0)

@@ -1,4 +1,4 @@
-"""A split model in loops of Accelerate and of Lightning Fabric, against the unsplit model in the same loop."""
+"""A split model in loops with Accelerate and Lightning Fabric, compared with the unsplit model in the same loop."""
 
 import functools
 
@@ -12,8 +12,8 @@ from titanplans import Degrees
 pytestmark = pytest.mark.thorough
 
 TOLERANCE = 5e-5
-"""Relative. Sums in another order round differently, and AdamW's first steps divide small gradients by their own size:
-losses and norms differ by up to 2e-5 after eight steps in float32."""
+"""A relative tolerance. Sums in another order round differently, and AdamW's first steps divide small gradients by their own
+size. So losses and norms differ by up to 2e-5 after eight steps in float32."""
 
 
 def accelerate(rank, ranks, **folders):

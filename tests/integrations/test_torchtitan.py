@@ -23,16 +23,16 @@ from torchtitan.trainer import Trainer
 from titanplans.integrations.torchtitan import model_spec
 
 FIRST = 1e-4
-"""Relative, of loss and norm of the first step, whose weights are the same: sums in another order round differently."""
+"""Relative tolerance of the first step's loss and norm. The weights are still the same, but sums round differently."""
 LATER = 1e-3
-"""Relative, of later losses and of the median norm. Qwen3's losses agree to 1e-4. In GLA a single norm may differ by up to
-3e-2, and losses after it by 3e-4; later norms agree again."""
+"""Relative tolerance of later losses and of the median norm. Qwen3's losses agree to 1e-4. In GLA a single norm may differ
+by up to 3e-2, and the losses after this step by 3e-4; later norms agree again."""
 LOGGED = re.compile(r"step:\s+(\d+)\s+loss:\s+([\d.]+)\s+grad_norm:\s+([\d.]+)")
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with the data set that torchtitan's configs for tests name, which its wheel lacks."""
+    """Return a folder with the data set that torchtitan's configs for tests name and torchtitan's wheel lacks."""
     data = tmp_path / "tests" / "assets" / "c4_test"
     data.mkdir(parents=True)
     words = (ROOT / "README.md").read_text().split()
@@ -42,7 +42,7 @@ def folder(tmp_path):
 
 
 def train(folder, config, ranks, *options):
-    """Return (loss, norm) by step, of a job of eight steps with a checkpoint every four."""
+    """Run a job of eight steps with a checkpoint every four; return (loss, norm) by step."""
     shared = "--debug.seed 1 --training.mixed_precision_param float32 --training.disable_cuda_graphs"
     shared += " --checkpoint.enable --checkpoint.interval 4 --metrics.disable_color_printing"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]

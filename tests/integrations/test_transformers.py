@@ -1,4 +1,4 @@
-"""A split model in Hugging Face's Trainer, against the unsplit model in a plain one."""
+"""A split model in Hugging Face's Trainer, compared with the unsplit model in a plain Trainer."""
 
 import functools
 import os
@@ -19,8 +19,8 @@ from titanplans.integrations.transformers import split_model
 from titanplans.weights.load import load_weights
 
 TOLERANCE = 2e-4
-"""Relative. Sums in another order round differently, and AdamW's first steps divide small gradients by their own size:
-losses and norms differ by up to 4e-5 after eight steps in float32."""
+"""A relative tolerance. Sums in another order round differently, and AdamW's first steps divide small gradients by their own
+size. So losses and norms differ by up to 4e-5 after eight steps in float32."""
 
 
 def log_of(history):
@@ -30,7 +30,9 @@ def log_of(history):
 
 
 def train(rank, folder, degrees, resume=None, **options):
-    os.environ["ACCELERATE_USE_CPU"] = "true"  # on a machine with GPUs, too: the test's group is one of gloo
+    os.environ["ACCELERATE_USE_CPU"] = (
+        "true"  # on a machine with GPUs, too, because the test's process group uses gloo
+    )
     return log_of(example.train(str(folder), degrees, resume, use_cpu=True, disable_tqdm=True, **options))
 
 
@@ -71,7 +73,7 @@ def test_the_saved_model_is_the_unsplit_one(split, unsplit, folder):
     )
     assert ours.keys() == expected.keys()
     for name, tensor in ours.items():
-        # An update of AdamW is up to 1e-2.
+        # An update of AdamW changes a weight by up to 1e-2.
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=2e-3)
 
 
@@ -84,7 +86,7 @@ def test_a_checkpoint_resumes_at_the_same_and_at_another_degree(split, folder, r
 
 @pytest.mark.thorough
 def test_data_parallel_ranks_read_other_batches_and_average_gradients(folder, unsplit):
-    """Two sequences on each of two data-parallel ranks, of two tensor-parallel ones each, without clipping of its own."""
+    """Two data-parallel ranks, which are two tensor-parallel ranks each, read two sequences each."""
     options = dict(per_device_train_batch_size=2, gradient_checkpointing=True)
     assert_close(run(4, folder / "data", Degrees(tp=2, dp_shard=2), **options)[0], unsplit[0])
 
@@ -104,7 +106,7 @@ def test_autocast_is_the_trainers(folder):
         run(2, folder / "b", Degrees(tp=2), **options)[0],
         run(1, folder / "b1", None, **options)[0],
     )
-    # One rounding to bfloat16 is 4e-3 of a value; a norm sums many of them.
+    # Rounding to bfloat16 changes a value by up to a relative 4e-3, and a norm sums many such values.
     assert_close([split], [unsplit], tolerance=2e-2)
 
 
@@ -128,7 +130,7 @@ LORA = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"])
 
 
 def adapted(rank, folder, split):
-    """Train adapters, save them, and return the log; unsplit, with titanplans' adapters in a plain Trainer."""
+    """Train and save adapters; return the log. The unsplit model has titanplans' adapters and a plain Trainer."""
     from titanplans import add_adapters
 
     os.environ["ACCELERATE_USE_CPU"] = "true"
@@ -162,7 +164,7 @@ def test_adapters_by_pefts_config_are_saved_as_pefts_files(folder):
 
 
 def refusals(rank):
-    """Return the refusals of a split model's trainer and of `split_model`, by what they are about."""
+    """Return the refusals of a split model's trainer and of `split_model`, by subject."""
     os.environ["ACCELERATE_USE_CPU"] = "true"
     model = example.small_model()
     errors = {

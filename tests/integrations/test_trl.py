@@ -1,4 +1,4 @@
-"""A split model in TRL's SFTTrainer, against the unsplit model in the same trainer."""
+"""A split model in TRL's SFTTrainer, compared with the unsplit model in the same trainer."""
 
 import functools
 import os
@@ -15,7 +15,7 @@ from titanplans import Degrees
 from titanplans.integrations.transformers import SplitTrainer
 
 TOLERANCE = 5e-5
-"""Relative, as in `test_loops`."""
+"""A relative tolerance, as in test_loops.py."""
 
 
 def train(rank, folder, degrees, resume=None):

@@ -1,4 +1,4 @@
-"""Plans of mixtures of experts: each implementation in transformers, routers and their loss, and wrong plans."""
+"""Plans of mixtures of experts: all implementations in transformers, routers and their loss, and wrong plans."""
 
 import copy
 
@@ -40,16 +40,16 @@ def proved(model_config, plan=None, build=None, **options):
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager"])
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_each_implementation_is_proved(name, implementation):
-    """The default of transformers is grouped_mm; gpt-oss has biases and another order of gate and up."""
+    """The default of transformers is grouped_mm. gpt-oss has biases, and another order of gate and up."""
     model_config = config(name)
     model_config._experts_implementation = implementation
-    # float32, for which torch has the kernel; all families are proved in float64, for which it has none.
+    # torch has grouped_mm's kernel for float32. It has none for float64, in which all families are proved.
     report = proved(model_config, dtype=torch.float32 if implementation == "grouped_mm" else torch.float64)
     assert report.passed, report.table()
 
 
 def wrong(name, mlp=None, attn=None, **methods):
-    """Return the plan of `name` with keys of its mixtures, or of its mixers, replaced."""
+    """Return the plan of `name` with styles of its mixtures of experts, or of its mixers, replaced."""
 
     class Wrong(registered_plans()[name]):
         def mlp_plan(self, module):
@@ -102,7 +102,7 @@ def test_gate_and_up_sharded_as_one_are_refused():
 
 
 def routes(rank):
-    """Return the experts of each token, on each of two ranks and in the unsplit model."""
+    """Return each token's experts, on each of two ranks and in the unsplit model."""
     model_config = config("mixtral")
     model = build_real(model_config, dtype=torch.float32)
     tokens = sample_inputs(model_config, batch_size=2, seq_len=16, seed=0)["input_ids"]
@@ -131,7 +131,7 @@ def test_a_router_with_random_jitter_is_refused():
 
 
 def test_all_files_that_import_kernels_of_fla_are_known():
-    """These files import the kernels, so the stand-ins have to be installed before."""
+    """Stand-ins have to be installed before files of transformers that import FLA's kernels, such as Qwen3-Next's."""
     named = ("qwen3_next", "mixtral", "llama", "gla")
     assert [name for name in named if kernels.calls_fla(modeling.load_config(name, "debug"))] == [
         "qwen3_next"
@@ -181,7 +181,7 @@ def test_experts_in_a_module_list_are_proved():
 
 
 def test_in_float8_the_router_gets_the_sequence_in_its_own_dtype():
-    """Only the shared expert has Linears, so its region is entered and left in the dtype of the sequence."""
+    """Only the shared expert has Linears, so the region is entered and left in the dtype of the sequence."""
     sizes = dict(hidden_size=128, vocab_size=128, intermediate_size=64, shared_expert_intermediate_size=64)
     model_config = config("qwen2_moe", moe_intermediate_size=32, **sizes)
 
@@ -195,7 +195,7 @@ def test_in_float8_the_router_gets_the_sequence_in_its_own_dtype():
     model = build()
     source = registered_plans()["qwen2_moe"](TPOptions(Degrees(tp=2), float8="tensorwise"))
     crossings = check(source, model).crossings
-    assert crossings["model.layers.0.mlp"]["activations"] is None  # a dense one
+    assert crossings["model.layers.0.mlp"]["activations"] is None  # a dense MLP
     assert all(crossings["model.layers.1.mlp"].values())
     report = proved(model_config, build=build)
     assert report.passed, report.table()

@@ -1,4 +1,4 @@
-"""Plans in float8: faults that a proof rejects, values on one rank, errors, and which regions are entered in float8.
+"""Plans in float8: faults that a proof rejects, values on one rank, errors, and regions that are entered in float8.
 
 tests/plans/test_proofs.py proves the plans themselves.
 """
@@ -42,7 +42,7 @@ def prove(name, recipe, **options):
 
 
 def test_a_cast_gives_the_same_in_forward_and_backward():
-    """A proof replaces float32 by float64 only in forwards, and torchao casts through float32: the result is 36, not 40."""
+    """torchao casts through float32, which a proof replaces by float64 only in forwards. The result is 36, not 40."""
     model = nn.Sequential(nn.Linear(16, 16))
     convert(model, emulate=True)
     x, scale = torch.tensor(0.3564357183595591, dtype=torch.float64), torch.tensor(106.611083984375)
@@ -81,7 +81,7 @@ def test_local_scales_are_rejected(fault, monkeypatch):
     fault(monkeypatch)
     report = prove("gla", "tensorwise")
     assert not report.passed
-    # A step of float8 is 1/16, far above a rounding of float64.
+    # A step between float8 values is 1/16, far above a rounding of float64.
     assert max(check.error for check in report.cases[0].checks) > 1e9
 
 
@@ -93,7 +93,7 @@ def test_local_scales_of_rows_are_rejected(monkeypatch):
 # A rank computes what torchao computes.
 
 ALONE = ReplicatedInRegion(), HeadRanks(0, 1, ("no group", 1), None, (0,))
-"""A Linear, unsplit or on the only rank of a group."""
+"""The style and the ranks of a Linear that is unsplit, or on the only rank of a group."""
 
 
 @needs_torch_2_13("products on CPUs have one scale per tensor before it")
@@ -257,7 +257,7 @@ def test_a_region_not_in_float8_has_a_reason():
 
 @pytest.mark.parametrize("name", plan_proofs.FLOAT8)
 def test_every_converted_module_is_called(name):
-    """No converted module is bypassed by a fused kernel of its parent: `fuse_swiglu` is off if `down_proj` is converted."""
+    """No fused kernel bypasses a converted module; for example, `fuse_swiglu` is off if `down_proj` is converted."""
     row, called = plan_proofs.float8(name), set()
     model = row.build()
     for path, module in float8_linears(model).items():

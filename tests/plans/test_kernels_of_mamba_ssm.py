@@ -1,6 +1,7 @@
 """The GPU code paths of Mamba and Mamba 2, run on a CPU with the kernels of mamba_ssm rewritten in PyTorch.
 
-In training they call one kernel for the full mixer, inside which ranks can't sum: a split model calls separate kernels.
+In training these code paths call one kernel for the full mixer. Ranks can't sum inside it, so a split model calls separate
+kernels.
 """
 
 import pytest
@@ -15,7 +16,7 @@ from titanplans.modeling.samples import build_real, sample_inputs
 
 
 def selective_scan(u, delta, a, b, c, d, z, delta_bias=None, delta_softplus=False, return_last_state=False):
-    """u, delta, z [B, D, T]; a [D, N]; b, c [B, N, T]; d, delta_bias [D]."""
+    """Scan u, delta and z [B, D, T], with a [D, N], b and c [B, N, T], d and delta_bias [D]."""
     delta = F.softplus(delta + delta_bias[:, None])
     state, outputs = u.new_zeros(*u.shape[:2], a.shape[1]), []
     for t in range(u.shape[2]):
@@ -27,7 +28,7 @@ def selective_scan(u, delta, a, b, c, d, z, delta_bias=None, delta_softplus=Fals
 
 
 def convolved(x, weight, bias):
-    """x [B, D, T]; weight [D, 1, W]."""
+    """Return the causal convolution of x [B, D, T] with weight [D, 1, W], after SiLU."""
     return F.silu(
         F.conv1d(x, weight, bias, padding=weight.shape[2] - 1, groups=len(weight))[..., : x.shape[2]]
     )
@@ -61,7 +62,7 @@ def mamba_inner(
 def chunk_scan(
     x, dt, a, b, c, chunk_size, D, z, seq_idx, return_final_states, dt_bias, dt_softplus, dt_limit=(0, None)
 ):
-    """x, z [B, T, H, P]; dt [B, T, H]; b, c [B, T, G, N]."""
+    """Scan x and z [B, T, H, P], with dt [B, T, H], b and c [B, T, G, N]."""
     y, state = state_space.scan(x, F.softplus(dt + dt_bias).clamp(*dt_limit), a, b, c)
     y = y + x * (D[:, None] if D.ndim == 1 else D)
     return (y if z is None else y * F.silu(z)), state

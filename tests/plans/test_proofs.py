@@ -1,4 +1,4 @@
-"""Proves every row of tests/support/plan_proofs.py."""
+"""Every row of tests/support/plan_proofs.py is proved."""
 
 import pytest
 

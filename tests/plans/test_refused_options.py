@@ -1,4 +1,4 @@
-"""Options of a model family that can't be split; tests/plans/test_proofs.py proves all others."""
+"""Options of model families with which a model can't be split. tests/plans/test_proofs.py proves all other options."""
 
 import pytest
 import torch
@@ -11,11 +11,11 @@ def test_raven_is_refused_with_random_numbers_for_each_head():
         model = modeling.build(modeling.load_config("raven", "debug", add_gumbel_noise=True))
     with pytest.raises(PlanError, match=r"add_gumbel_noise = True"):
         check_plan(model, Degrees(tp=2))
-    check_plan(model, Degrees(pp=2))  # no heads are split
+    check_plan(model, Degrees(pp=2))  # without TP, no heads are split
 
 
 def test_deltaformer_is_refused_with_fewer_heads_of_keys():
-    """The kernel of flash-linear-attention asserts it, so the unsplit model fails too."""
+    """flash-linear-attention's kernel asserts equal numbers of heads, so the unsplit model fails, too."""
     with torch.device("meta"):
         model = modeling.build(modeling.load_config("deltaformer", "debug", num_kv_heads=2))
     with pytest.raises(PlanError, match=r"num_kv_heads = 2 with num_heads = 8"):

@@ -10,7 +10,7 @@ from titanplans import TPPlan, modeling
 
 
 def test_positions_and_masks_are_derived_from_full_embeddings():
-    """Models of transformers derive both from the output of the embedding, which must not be a shard."""
+    """Models of transformers derive positions and masks from the embedding's output, which must not be a shard."""
     config = modeling.load_config("mistral", "debug", num_hidden_layers=1, sliding_window=5)
 
     class Plan(TPPlan):
@@ -40,7 +40,7 @@ class SequenceFirst(nn.Module):
     def __init__(self):
         super().__init__()
         self.num_heads = 4
-        # No bias on the keys: softmax cancels it, so its gradient would be only rounding.
+        # No bias on the keys, because softmax cancels it and its gradient would be only a rounding error.
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(16, 16, bias=False) for _ in range(3))
         self.o_proj = nn.Linear(16, 16)
 
@@ -65,6 +65,6 @@ def test_the_sequence_dimension_may_come_first():
             layer.attn = SequenceFirst()
         return model
 
-    # 3 sequences: only the sequence dimension has to be divisible.
+    # 3 sequences, because only the sequence dimension has to be divisible.
     report = verify_plain(build, Plan, degrees=[2, 4], sequence_dim=0, seq_len=8, batch_size=3)
     assert report.passed, report.table()

@@ -1,4 +1,4 @@
-"""Prefill and generation of a split YOCO; its prefill may skip the second half of the blocks."""
+"""Prefill and generation of a split YOCO, whose prefill may skip the second half of the blocks."""
 
 import pytest
 import torch

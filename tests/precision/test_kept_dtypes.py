@@ -1,4 +1,4 @@
-"""Parameters that a model's class keeps in float32 (`_keep_in_fp32_modules`) stay so when built, loaded, split and saved."""
+"""Parameters that a model's class keeps in float32 (`_keep_in_fp32_modules`) stay so when built, loaded, split or saved."""
 
 import functools
 
@@ -29,7 +29,7 @@ KEPT = {
     "ernie4_5_moe": ("mlp.gate.weight", "mlp.gate.moe_statics." + BIAS),
     "gpt_oss": ("layernorm.weight", "model.norm.weight"),
 }
-"""Suffixes of the tensors that stay in float32; for gpt-oss only if the model is in float16."""
+"""Suffixes of the names of tensors that stay in float32. Those of gpt-oss do so only if the model is in float16."""
 CASES = [(name, torch.float16 if name == "gpt_oss" else torch.bfloat16) for name in KEPT]
 ERNIE = dict(
     vocab_size=97, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
@@ -114,14 +114,14 @@ def test_a_model_that_was_rounded_is_refused(folders):
 
 
 def split(rank, name, dtype, folder):
-    """Return for FSDP2 and tensor parallelism on 2 ranks the dtypes of stored tensors, and those that modules compute in."""
+    """Return the dtypes of stored tensors, and the dtypes in which modules compute, for FSDP2 and tensor parallelism."""
     results = {}
     ways = {"fsdp": (torch.float32, Degrees(), {"mixed_precision_param": "bfloat16"})}
     ways["fsdp, stored so"] = (dtype, Degrees(), {})
     ways["tp"] = (dtype, Degrees(tp=2), {})
-    if dtype == torch.float16:  # FSDP2's options have no float16
+    if dtype == torch.float16:  # FSDP2's options do not accept float16
         del ways["fsdp"]
-    if name == "ernie4_5_moe":  # it has no plan
+    if name == "ernie4_5_moe":  # this family has no plan
         del ways["tp"]
     for way, (stored, degrees, options) in ways.items():
         model = real(name, stored).eval()
@@ -172,7 +172,7 @@ def test_a_split_model_keeps_float32_and_computes_in_it(name, dtype, folders):
 
 
 class Gate(nn.Module):
-    """A router with a bias that is kept in float32 and, with `scaled`, a scale that is not."""
+    """A router with a bias that is kept in float32. With `scaled` it also has a scale that is not kept."""
 
     def __init__(self, scaled):
         super().__init__()
@@ -196,7 +196,7 @@ def routed(scaled=False):
 
 
 def test_fsdp_modules_of_parameters_in_float32():
-    """A frozen module inside, which is not kept in float32, is included."""
+    """The frozen module inside of the router is not kept in float32, and becomes an FSDP module, too."""
     model = routed()
     units = split_dtypes(model, find_units(model), torch.bfloat16)
     (block,) = [unit for unit in units if unit.role == "block"]
@@ -228,7 +228,7 @@ class Router(nn.Linear):
 
 
 class Declaring(nn.Module):
-    """A model of the user: both the model and a module declare what stays in float32."""
+    """A user's model. Both the model and one of its modules declare what stays in float32."""
 
     _keep_in_fp32_modules = ("norm",)
 

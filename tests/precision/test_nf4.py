@@ -1,4 +1,4 @@
-"""QLoRA: frozen weights in NF4 have torchao's codes, are proved under plans, and refused if a shard would divide a block."""
+"""QLoRA: frozen weights in NF4 have torchao's codes, are proved under plans, and are refused if a shard divides a block."""
 
 import functools
 
@@ -28,7 +28,7 @@ def test_codes_are_those_of_torchao():
     weight = torch.randn(64, 512)
     codes, scales = quantise(weight)
     theirs = to_nf4(weight, 64, 256)
-    # torchao's table has four digits
+    # torchao's table has only four digits
     torch.testing.assert_close(theirs.nf4, torch.tensor(LEVELS), rtol=0, atol=1e-4)
     # titanplans rounds the scales to bfloat16 before it looks up the codes.
     assert (theirs.quantized_data.view(-1) == codes.view(-1)).float().mean() > 0.98
@@ -55,7 +55,7 @@ def model_of(name, **fields):
             "qwen3",
             dict(num_key_value_heads=2, hidden_size=64, head_dim=32, intermediate_size=256),
         ),  # shared heads
-        # packed projections: codes are exchanged by an all-to-all
+        # packed projections, whose codes an all-to-all exchanges
         (
             "phi3",
             dict(hidden_size=256, intermediate_size=256),
@@ -103,7 +103,10 @@ def build(kind: str) -> nn.Module:
     add_adapters(model, QLORA)
     weights = {name: param.detach().clone() for name, param in model.named_parameters() if "nf4" in name}
     randomise(model, 0)
-    for name, weight in weights.items():  # keep the initial scales: random ones would be far from a model's
+    for (
+        name,
+        weight,
+    ) in weights.items():  # keep the initial scales, because random scales would be unlike a model's
         model.get_parameter(name).data.copy_(weight)
     return model
 

@@ -387,7 +387,7 @@ def test_one_decay_per_head_and_none():
 
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
 def test_options_that_transform_the_inputs(lower_bound):
-    """The options: norms of q and k, the sigmoid of beta, a gate computed from parameters, more value heads than key heads."""
+    """Norms of q and k, the sigmoid of beta, a gate computed from parameters, and more value heads than key heads."""
     from fla.ops.kda.gate import fused_kda_gate
 
     arguments = inputs("kda")

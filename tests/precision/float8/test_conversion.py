@@ -29,7 +29,7 @@ class Block(nn.Module):
 
 
 class Reads(Block):
-    """Uses the weight of a child directly, as a fused kernel does."""
+    """Uses a child's weight directly, as a fused kernel does."""
 
     def forward(self, x):
         return F.linear(self.up_proj(x), self.down_proj.weight, self.down_proj.bias)

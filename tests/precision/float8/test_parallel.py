@@ -1,4 +1,4 @@
-"""Training in float8 over four gloo ranks, with FSDP2 all-gathers in float8, against one process."""
+"""Training in float8 over four gloo ranks, also with FSDP2 all-gathers in float8, compared with one process."""
 
 import tempfile
 
@@ -19,7 +19,7 @@ STEPS = 2
 
 
 def train(model, manager=None, steps=STEPS):
-    """Return the losses of `steps` on the same tokens; a data-parallel rank gets its sequences."""
+    """Train `steps` steps on the same tokens, of which a data-parallel rank gets its sequences; return the losses."""
     tokens = torch.randint(0, 128, (4, 17), generator=torch.Generator().manual_seed(0))
     rank, size = 0, 1
     if manager is not None:
@@ -44,7 +44,7 @@ def train(model, manager=None, steps=STEPS):
 
 
 ALIGNED = dict(intermediate_size=64, vocab_size=128)
-"""Sizes that are multiples of 16 on each of four ranks."""
+"""Config fields with which sizes are multiples of 16 on each of four ranks."""
 WAYS = {
     "dp": (Degrees(), {}),
     "dp, gathered in float8": (Degrees(), {"enable_fsdp_float8_all_gather": True}),
@@ -121,7 +121,7 @@ def on_four_ranks(rank):
 
 
 def on_two_ranks(rank):
-    """Return losses, eager and compiled, of Qwen3 (one graph per block) and of GLA."""
+    """Return eager and compiled losses of Qwen3 (one graph per block), and the results of `_gla`."""
     kernels.install("cpu")
     config = zoo.config("qwen3", options=False, **ALIGNED)
     ways = [(Degrees(tp=2), {"compile": compiled}) for compiled in (False, True)]
@@ -138,7 +138,7 @@ def _built(config, way):
 
 
 def _evaluated(config, way):
-    """Return evaluation losses after training: gathered for each batch, and gathered once for both."""
+    """Return evaluation losses after training, with weights gathered for each batch, and gathered once for both batches."""
     model, manager = _built(config, way)
     train(model, manager, 1)
     tokens = torch.randint(0, 128, (2, 2, 17), generator=torch.Generator().manual_seed(1))
@@ -150,7 +150,7 @@ def _evaluated(config, way):
 
     with torch.no_grad():
         each = losses()
-    train(model, manager, 1)  # train again, so that earlier scales would be wrong
+    train(model, manager, 1)  # after further training, earlier scales would be wrong
     with torch.no_grad():
         later = losses()
     train(model, manager, 1)
@@ -161,7 +161,7 @@ def _evaluated(config, way):
 
 
 def _accumulated(config, options):
-    """Return the losses of two steps of two micro batches, between which weights stay gathered."""
+    """Return the losses of two steps with two micro batches each, between which weights stay gathered."""
     model, manager = _built(config, (Degrees(), options))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     batches = torch.randint(0, 128, (2, 2, 17), generator=torch.Generator().manual_seed(1))
@@ -178,7 +178,11 @@ def _accumulated(config, options):
 
 
 def _saved(config):
-    """Return the types in the state dict of a model gathered in float8, and losses after saving and loading it."""
+    """Save and load a model whose weights are gathered in float8.
+
+    Return the types in its state dict, and the losses of further training: of this model, of the loaded one, and of one that
+    is loaded without float8 gathers.
+    """
     import torch.distributed.checkpoint as dcp
 
     model, manager = _built(config, WAYS["tp x dp, gathered in float8"])
@@ -199,7 +203,7 @@ def _saved(config):
 
 
 def _gla(compiled):
-    """Return the losses of GLA (several graphs per block), and how its first mixer is entered."""
+    """Return the losses of GLA (several graphs per block), and the dtype in which its first mixer is entered."""
     config = zoo.config("gla", options=False, hidden_size=256, num_hidden_layers=1, **ALIGNED)
     model, manager = _built(config, (Degrees(tp=2), {"compile": compiled}))
     borders = manager.parallelism_report().values["float8"]["borders"]
@@ -226,16 +230,19 @@ def expected():
 
 @pytest.mark.parametrize("way", WAYS)
 def test_losses_equal_those_of_one_process(way, results, expected):
-    """The first loss agrees up to rounding. Later, data-parallel ranks have their own tensorwise scales of activations,
-    and some of 10^5 values round to a neighbouring float8 number, which differs by 1/16."""
+    """The first loss agrees up to rounding.
+
+    In later steps data-parallel ranks have their own tensorwise scales of activations, and some of 10^5 values round to a
+    neighbouring float8 number, which differs by 1/16.
+    """
     losses = expected[WAYS[way][1].get("recipe_name", "tensorwise")]
     assert results[way][0] == pytest.approx(losses[0], rel=2e-3)
     assert results[way] == pytest.approx(losses, rel=1e-2)
-    assert losses[0] - losses[-1] > 0.05  # and it learns
+    assert losses[0] - losses[-1] > 0.05  # training reduces the loss
 
 
 def test_a_gather_in_float8_does_not_change_the_losses(results):
-    """The weight is cast before or after the gather: with the same scale the values are the same."""
+    """The weight is cast before instead of after the gather. With the same scale the values are the same."""
     assert results["dp, gathered in float8"] == results["dp"]
     assert results["dp, gathered in float8, scales together"] == results["dp"]
     assert results["tp x dp, gathered in float8"] == results["tp x dp"]
@@ -247,7 +254,7 @@ def test_recomputation_does_not_change_the_losses(way, results):
 
 
 def test_compile_does_not_change_the_losses():
-    """GLA's blocks are several graphs, which pass no float8 tensors to each other."""
+    """Each of GLA's blocks has several graphs, which pass no float8 tensors to each other."""
     losses, ((eager, crossed), (compiled, plain)) = process_groups.run(on_two_ranks, 2)
     assert losses[1] == pytest.approx(losses[0], rel=1e-2)
     assert crossed == "in float8"
@@ -256,7 +263,7 @@ def test_compile_does_not_change_the_losses():
 
 
 def test_evaluation_is_the_same_however_weights_are_gathered(results):
-    """After each step the scales are those of the new weights, also if they are gathered outside of a forward."""
+    """After each step the scales are those of the new weights, also if these are gathered outside of a forward."""
     evaluated = results["evaluated"]
     for name in ("dp, gathered in float8", "dp, gathered in float8, scales together"):
         assert evaluated[name] == evaluated["dp"]
@@ -271,7 +278,10 @@ def test_weights_that_stay_gathered_keep_their_scales(results):
 
 
 def test_a_checkpoint_has_the_stored_weights(results):
-    """The saved tensors are plain. Training continues the same with and without float8 gathers but for AdamW's moments."""
+    """The saved tensors are plain, and training continues from them in the same way with and without float8 gathers.
+
+    The losses differ from those of continued training after the first step, because AdamW's moments are not saved.
+    """
     kinds, went_on, again, plain = results["saved"]
     assert kinds == {"Tensor"}
     assert again == plain
