@@ -1,8 +1,8 @@
-"""Draws docs/block.svg: one block of a model on the residual stream, with the regions and styles of its plan.
+"""Draw docs/block.svg: one block of a model on the residual stream, with the regions and styles of its plan.
 
     python docs/draw_block.py     # docs/generate.py does it, too
 
-Modules and styles are those of `check_plan`; only their places on the page stand here.
+Modules and styles come from `check_plan`. Only their positions on the page are set here.
 """
 
 import re
@@ -22,7 +22,7 @@ COLUMNS = {
     ),
     "mlp": (("gate_proj", "up_proj"), ("silu, product|local width",), ("down_proj",)),
 }
-"""What stands in each region from left to right; `words|more words` is code without parameters."""
+"""The modules of each region from left to right. `words|more words` is code without parameters."""
 SHARE = {"self_attn": "heads", "mlp": "width"}
 NORMS = {"self_attn": "input_layernorm", "mlp": "post_attention_layernorm"}
 WIDTH, HEIGHT, STREAM = 1240, 390, 64
@@ -62,7 +62,7 @@ def picture() -> str:
 
 
 def of_block() -> dict[str, str]:
-    """Return the style of each module of the first block, as a plan's author writes it."""
+    """Return the style of each module of the first block, named as a plan's author writes it."""
     model = modeling.build(modeling.load_config(MODEL, "debug", num_hidden_layers=1))
     prefix = "model.layers.0."
     found = {
@@ -77,7 +77,14 @@ def of_block() -> dict[str, str]:
 def region_on_stream(
     name: str, columns: tuple[tuple[str, ...], ...], styles: dict[str, str], left: int
 ) -> tuple[list[str], int]:
-    """Return a norm, a region and the borders between, drawn from `left` on, and where they end."""
+    """Return the SVG of a norm, a region and the region's borders, and the position where they end.
+
+    Args:
+        name: the region.
+        columns: the modules of each column of the region.
+        styles: the style of each module.
+        left: the position where the drawing begins.
+    """
     top, bottom, middle = STREAM + 80, HEIGHT - 20, (STREAM + 80 + HEIGHT - 20) // 2
     norm, style = NORMS[name], styles[NORMS[name]]
     assert {name, norm} <= styles.keys(), styles
@@ -118,7 +125,7 @@ def region_on_stream(
 
 
 def box(x: float, y: float, words: str, more: str, colour: str, width: int) -> list[str]:
-    """Return a box with a line of words and a smaller one."""
+    """Return a box with the line `words`, and below it the smaller line `more`."""
     return [
         f'<rect x="{x}" y="{y}" width="{width}" height="44" rx="5" fill="{colour}" stroke="#8c959f"/>',
         f'<text x="{x + width / 2}" y="{y + 19}">{words}</text>',

@@ -1,8 +1,8 @@
-"""Draws docs/cuts.svg: a mixer of a plan cut by weights and by tokens, one above the other.
+"""Draw docs/cuts.svg: a plan's mixer that is split by weights, and below it the same mixer split by tokens.
 
     python docs/draw_cuts.py     # docs/generate.py does it, too
 
-The styles are those of the plan; only their places on the page stand here.
+The styles come from the plan. Only their positions on the page are set here.
 """
 
 from pathlib import Path
@@ -26,7 +26,7 @@ CUTS = {
         ("all-to-all|tokens for heads", "all-to-all|heads for tokens"),
     ),
 }
-"""By title: what the entry sends, what each step multiplies, what the exit sends, and what is sent between the steps."""
+"""By title: what is sent at the entry, what each step multiplies, what is sent at the exit and between the steps."""
 
 
 def picture() -> str:
@@ -63,7 +63,7 @@ def picture() -> str:
 
 
 def sent(x: int, y: int, words: str) -> list[str]:
-    """Return a collective and what it carries, in two lines."""
+    """Return two lines: a collective, and the values that it sends."""
     what, _, of = words.partition("|")
     if not what:
         return []

@@ -1,4 +1,4 @@
-"""Settings of all tests: threads, signals, hypothesis, garbage collection, and the order of the files."""
+"""Settings for all tests: threads, signals, hypothesis, garbage collection, and the order of the files."""
 
 import gc
 import os
@@ -11,31 +11,36 @@ import torch
 from titanplans.training.trainer.device import no_trainer
 
 collect_ignore = []
-if no_trainer() is not None:  # on torch 2.11, where everything but the trainer runs
+if no_trainer() is not None:  # on torch 2.11, on which everything but the trainer runs
     collect_ignore += ["training", "docs", "cli/test_data.py", "cli/test_sweep.py", "test_torchrun.py"]
 if os.environ.get("TRITON_INTERPRET") != "1":  # make test-kernels sets it
     collect_ignore += ["kernels/interpreted"]
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it in its workers, and printed tables are wrapped to it
-# The tensors are tiny, and ranks are threads or processes: more threads would only compete for the cores.
+# The tensors are tiny, and ranks are threads or processes, so more threads would only compete for the cores.
 torch.set_num_threads(1)
 # A shell starts background jobs with SIGINT ignored, nohup with SIGHUP ignored, and child processes inherit both.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-    signal.signal(signal.SIGHUP, lambda *_: None)  # a handler is reset by exec, an ignored signal is not
-# Hypothesis fails slow examples by default; on a busy machine that says nothing about the property.
+    signal.signal(
+        signal.SIGHUP, lambda *_: None
+    )  # a handler, because exec resets a handler but not an ignored signal
+# By default hypothesis fails slow examples, but on a busy machine slowness says nothing about the property.
 hypothesis.settings.register_profile("titanplans", deadline=None)
 hypothesis.settings.load_profile("titanplans")
 
 
 @pytest.fixture(scope="session")
 def cpu_kernels():
-    """Install the PyTorch kernels that replace FLA's. They stay installed; a test that needs FLA's own starts a process."""
+    """Install the PyTorch stand-ins for FLA's kernels.
+
+    They stay installed; a test that needs FLA's own kernels starts a new process.
+    """
     from titanplans import kernels
 
     kernels.install("cpu")
 
 
-# Before -m deselects tests, so that which files come first does not depend on -m.
+# This runs before -m deselects tests, so that the order of the files does not depend on -m.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Run the files with thorough tests first, so that no worker is left with a long file at the end."""
@@ -44,12 +49,12 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Freeze imported objects: each garbage collection over them takes half a second, and tests cause hundreds."""
+    """Freeze imported objects, because a garbage collection over them takes half a second, and tests cause hundreds."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000)
 
 
 def pytest_unconfigure():
-    """Unfreeze, so that nanobind's modules are freed: nanobind prints every function that leaks."""
+    """Unfreeze, so that nanobind's modules are freed; otherwise nanobind prints every function that leaks."""
     gc.unfreeze()

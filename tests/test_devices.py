@@ -1,8 +1,8 @@
 """A split step on a simulated accelerator: a tensor on the wrong device, or a synchronisation with the device, raises.
 
-Fake tensors on torch's device "PrivateUse1" represent tensors on a GPU, and torch's fake process group represents NCCL. A
-tensor that a step creates on the CPU fails against one on the device, and reading a value of a tensor fails. Kernels of FLA
-are replaced by their stand-ins, because Triton needs a GPU: neither Triton kernels nor values are tested here.
+Fake tensors on torch's device "PrivateUse1" represent tensors on a GPU, and torch's fake process group represents NCCL. An
+operation on a tensor on the device and one that a step created on the CPU fails, and so does reading a value of a tensor.
+Stand-ins replace FLA's kernels, because Triton needs a GPU. So neither Triton kernels nor values are tested here.
 """
 
 import contextlib
@@ -25,7 +25,8 @@ from titanplans.parallel import clip_gradients, cross_entropy
 from titanplans.torch_private.distributed import fake_store
 
 NUMBER, COPY = "aten._local_scalar_dense", "aten::empty_strided"
-"""Operators in the error: reading a value of a tensor, and making a tensor of a Python list, which copies to the device."""
+"""The operators that an error names: reading a tensor's value, and making a tensor from a Python list, which is copied to
+the device."""
 OWN = {
     "cat": ("modeling_cat.py", NUMBER),
     "falcon": ("modeling_falcon.py", COPY),
@@ -33,12 +34,12 @@ OWN = {
     "moba": ("attention_parts.py", NUMBER),
     "mom": ("mom.py", NUMBER),
 }
-"""Models whose own code (for moba the CPU stand-in) synchronises in each step: the file and the operator."""
+"""Models whose own code (for moba the CPU stand-in) synchronises in each step, with the file and the operator."""
 NAMES = (*zoo.ARCHITECTURES, *zoo.FAMILIES)
 
 
 def steps(rank: int) -> dict[str, str]:
-    """Return the error of a step of each architecture and where it is raised; "" if there is none."""
+    """Return for each architecture the error of a step and the files in which it is raised; "" if there is no error."""
     # This process is used only here, so replaced functions need not be restored.
     backend_registration._setup_privateuseone_for_python_backend("gpu", backend_module=Accelerator())
     torch.cuda.device = lambda *_: contextlib.nullcontext()  # type: ignore[misc]  entered by FLA's functions
@@ -79,7 +80,10 @@ def step(name: str, mesh) -> None:
 
 
 def one_of_each_kind(model: nn.Module) -> list[nn.Parameter]:
-    """Return one parameter of each dtype, device and layout: a foreach step over all would take as long as the model's."""
+    """Return one parameter of each kind: type, placements, dtype and dimensions of the parameter and of its gradient.
+
+    An optimizer step with all parameters would take as long as the step of the model.
+    """
     kinds: dict[Any, nn.Parameter] = {}
     for parameter in model.parameters():
         kinds.setdefault((kind(parameter), kind(parameter.grad)), parameter)
@@ -92,7 +96,7 @@ def kind(tensor: torch.Tensor | None) -> Any:
 
 
 def move(model: nn.Module) -> None:
-    """Replace parameters and buffers of `model` by those on the accelerator; tied ones stay tied."""
+    """Move parameters and buffers of `model` to the accelerator. Tied parameters stay tied."""
     moved: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
         for table in (module._parameters, module._buffers):

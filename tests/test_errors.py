@@ -1,4 +1,4 @@
-"""The one-line message of each class of errors, and its attributes."""
+"""The one-line message and the attributes of each class of errors."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""Which package may import which (docs/house.svg draws it), and where names of other libraries may be used."""
+"""Which packages each package may import (as docs/house.svg draws), and where names of other libraries may be used."""
 
 import ast
 import subprocess
@@ -37,16 +37,16 @@ ALLOWED = {
     "derive": {"plan", "split", "modeling", "proof", "transformers"},
     "training": {*STRATEGIES, "loss", "apply", "observe", "modeling", "weights", "parallel", "kernels", *LIBRARIES},
 }  # fmt: skip
-"""The packages and libraries that a package of the engine may import; `cli` may import all."""
+"""The packages and libraries that each package of the engine may import. `cli` may import all of them."""
 FLOAT8 = ("split/converted.py", "proof/compare/float8.py")
-"""Packages that handle modules of torchao, and import it only for a model that has some."""
+"""Files that handle modules of torchao, and import torchao only for a model that has such modules."""
 ROOMS = {
     "ranks": {"ranks"},
     "batches": {"batches"},
     "compare": {"batches", "ranks", "compare"},
     "explain": {"batches", "ranks", "compare", "explain"},
 }
-"""The subpackages of the proof, and those that each may import."""
+"""The subpackages of the proof, with the subpackages that each may import."""
 
 
 @pytest.mark.parametrize("package", ALLOWED)
@@ -69,7 +69,7 @@ def test_imports_of_the_proof_run_one_way(room):
 
 @pytest.mark.parametrize("later", [False, True], ids=["at import", "later"])
 def test_modules_do_not_import_each_other_in_a_cycle(later):
-    """A plan imports the registry for plans of mixers, which imports the class of plans only for type checkers."""
+    """Plans import the registry for plans of mixers, and the registry imports the class of plans only for type checkers."""
     paths = {".".join(file.relative_to(ENGINE).with_suffix("").parts): file for file in ENGINE.rglob("*.py")}
     modules = {name.removesuffix(".__init__"): file for name, file in paths.items()}
     as_one = {"plan.registry": "plan.plan"} if later else {}
@@ -81,7 +81,10 @@ def test_modules_do_not_import_each_other_in_a_cycle(later):
 
 
 def modules_imported(file: Path, modules: dict[str, Path], later: bool) -> set[str]:
-    """Return the modules of titanplans that `file` imports; with `later` also those in functions and under TYPE_CHECKING."""
+    """Return the modules of titanplans that `file` imports.
+
+    `later` includes imports in functions and under TYPE_CHECKING.
+    """
     names, todo = set(), [ast.parse(file.read_text())]
     while todo:
         node = todo.pop()
@@ -111,7 +114,7 @@ def test_the_engine_names_no_plan():
 
 
 def test_tests_mirror_the_engine():
-    """A folder of tests has the name of the package that it tests, and `make test` runs some of it."""
+    """A folder of tests has the name of the package that it tests, and `make test` runs some of its tests."""
     files = list((ROOT / "tests").rglob("test_*.py"))
     folders = {file.parent.relative_to(ROOT / "tests") for file in files}
     assert not [
@@ -140,7 +143,7 @@ def test_the_folders_plans_and_models_are_not_imported_by_these_names():
 
 
 def test_only_the_trainer_uses_what_torch_2_11_lacks():
-    """tests/torch_2_11_lacks.txt lists the names that torch 2.11 lacks, since the installed release can't tell."""
+    """tests/torch_2_11_lacks.txt lists the names that torch 2.11 lacks, because the installed release has them."""
     lacks = set((ROOT / "tests" / "torch_2_11_lacks.txt").read_text().splitlines())
     files = [file for folder in ("titanplans", "plans", "models") for file in (ROOT / folder).rglob("*.py")]
     uses = [
@@ -153,7 +156,7 @@ def test_only_the_trainer_uses_what_torch_2_11_lacks():
 
 
 def torch_names(tree: ast.AST) -> set[str]:
-    """Return the names of modules, members and arguments in a file, except members that it also looks up by a string."""
+    """Return the names of modules, members and arguments in a file, except members that the file looks up by string, too."""
     names: set[str] = set()
     looked_up = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
     for node in ast.walk(tree):
@@ -208,7 +211,7 @@ _MODULES = {
     "pydantic-core": "pydantic_core",
     "tomli-w": "tomli_w",
 }
-"""Distributions whose package has another name."""
+"""The package of each distribution whose name is not the package's name."""
 
 
 def test_every_dependency_is_imported_and_every_import_is_a_dependency():
@@ -221,7 +224,7 @@ def test_every_dependency_is_imported_and_every_import_is_a_dependency():
     files = [f for p in ("titanplans", "plans", "models") for f in (ROOT / p).rglob("*.py")]
     ours = {path.stem for path in (ROOT / "titanplans").iterdir()} | {"titanplans", *_public()}
     used = set().union(*map(imported, files)) - set(sys.stdlib_module_names) - ours
-    assert used == expected - {"tensorboard"}  # which torch imports
+    assert used == expected - {"tensorboard"}  # torch imports this
 
 
 def test_each_library_of_an_extra_is_known_to_the_error_that_names_the_extra():
@@ -244,7 +247,7 @@ LIBRARIES_INSIDE = {
     "triton": ("kernels/interpreted/", "loss/kernels.py"),
     "torchao": ("precision/float8/",),
 }
-"""Where a library of an extra may be imported at the top of a file; elsewhere a function that needs it imports it."""
+"""The files that may import a library of an extra at their top. Elsewhere, functions that need the library import it."""
 
 
 def test_the_light_install_imports_no_library_of_an_extra():
@@ -272,7 +275,7 @@ def _public() -> list[str]:
 
 
 def test_class_names_are_unique():
-    """`Config` is excluded: torchtitan needs a nested class of this name in each component."""
+    """`Config` is excluded, because torchtitan needs a nested class of this name in each component."""
     files = [file for package in ("titanplans", "plans") for file in (ROOT / package).rglob("*.py")]
     trees = (ast.walk(ast.parse(file.read_text())) for file in files)
     names = Counter(node.name for tree in trees for node in tree if isinstance(node, ast.ClassDef))

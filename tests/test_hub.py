@@ -1,4 +1,4 @@
-"""Folders that are pushed to a hub on this machine: new and existing repositories, and what the hub refuses."""
+"""Folders are pushed to a hub on this machine, to new and to existing repositories; errors of the hub."""
 
 import pytest
 
@@ -12,7 +12,7 @@ def hub(monkeypatch):
     from huggingface_hub import constants
 
     with hub_server() as hub:
-        # The library reads its environment once, when it is imported.
+        # huggingface_hub reads the environment only once, when it is imported.
         monkeypatch.setattr(constants, "ENDPOINT", hub.address)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         yield hub
@@ -80,7 +80,7 @@ def test_a_missing_or_wrong_token_is_refused(hub, monkeypatch, tmp_path):
 def test_a_hub_that_can_not_be_reached_is_named(monkeypatch):
     from huggingface_hub import constants
 
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # the port of a service that nobody runs
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # a port on which nothing listens
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     with pytest.raises(ConfigError, match="can't be reached"):
         check_access("ada/model")

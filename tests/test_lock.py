@@ -1,4 +1,4 @@
-"""One job per folder: the lock, its owner, and stale locks."""
+"""Only one job uses a folder: the lock, its owner, and stale locks."""
 
 import errno
 import fcntl
@@ -30,7 +30,7 @@ def job(dump="out", **options):
 
 @pytest.fixture
 def another():
-    """Return a function that locks a job's folders in another process, and returns the process's id."""
+    """Return a function that locks a job's folders in another process, and returns the id of this process."""
     pids = []
 
     def hold(locked_job):
@@ -79,7 +79,7 @@ def test_two_dump_folders_with_one_checkpoint_folder_are_refused(another):
     ):
         pass
     with locked(job("three", checkpoint__folder=shared, checkpoint__load_only=True)):
-        pass  # it only reads
+        pass  # this job only reads
 
 
 @pytest.mark.parametrize("content", ["", "\n", "process 7 on elsewhere since then\n"])

@@ -1,4 +1,4 @@
-"""A new architecture is one file in `plans/` and one in `models/`; its plan is proved without other changes."""
+"""A new architecture needs one file in `plans/` and one in `models/`. Its plan is proved without other changes."""
 
 import os
 import shutil
@@ -46,7 +46,7 @@ assert main(["verify", "arcee", "--tp", "2", "--quick"]) == 0
 
 
 def test_one_plan_and_one_table_of_sizes_are_enough(tmp_path):
-    # The layout of the wheel: the engine with plans/ and models/ inside.
+    # In the layout of the wheel, plans/ and models/ are inside the engine.
     ignore = shutil.ignore_patterns("__pycache__")
     home = shutil.copytree(ROOT / "titanplans", tmp_path / "titanplans", ignore=ignore)
     for folder in ("plans", "models"):

@@ -88,7 +88,7 @@ def test_the_package_is_listed_and_proved(installed):
 
 
 def test_async_tp_is_decided(installed):
-    """Its weights are on the meta device until the model is split, as for a model of transformers."""
+    """The example's weights are on the meta device until the model is split, as those of a model of transformers are."""
     out = output([], installed, is_decided)
     assert "2 x Block (Mixer, MLP), 1 graph" in out
     assert re.search(r"forward +all-gather .*  fused with mixer.qkv_proj", out)
@@ -123,7 +123,7 @@ def test_a_class_that_can_not_be_imported_is_refused_in_one_line(
 
 
 def test_a_misspelt_keyword_in_a_file_of_sizes_is_named_with_the_file(user_model_config):
-    """The error has the nearest keyword and the line of the constructor, but no file of titanplans."""
+    """The error names the nearest keyword and the line of the constructor, but no file of titanplans."""
     message = refusal(
         user_model_config,
         "my_models.model:MyModel",

@@ -1,4 +1,4 @@
-"""Wheel and source distribution have the full project, which works next to folders of the same names."""
+"""Wheel and source distribution contain the full project, which works next to folders with the names of its packages."""
 
 import subprocess
 import sys
@@ -38,7 +38,7 @@ def build():
 
 
 def packages() -> dict[str, Path]:
-    """Return every package by its name, with its folder."""
+    """Return the folder of every package by the package's name."""
     folders = {}
     for top, name in (
         (ROOT / "titanplans", "titanplans"),
@@ -51,7 +51,7 @@ def packages() -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> tuple[Path, Path]:
-    """Return the wheel and the source distribution, built in a copy, because the build writes next to the sources."""
+    """Return the wheel and the source distribution. They are built from a copy, as the build writes next to the sources."""
     copy = tmp_path_factory.mktemp("sources")
     for name in SOURCES:
         (copy / name).parent.mkdir(exist_ok=True)
@@ -82,7 +82,7 @@ def test_wheel_and_source_hold_every_file(built):
 
 
 def environment(folder: Path, wheel: Path) -> tuple[Path, Path]:
-    """Make a virtual environment with the wheel alone; return its Python and the folder of its packages."""
+    """Make a virtual environment with only the wheel; return its Python and the folder of its packages."""
     venv.create(folder, with_pip=False)
     (site,) = folder.glob("lib/python*/site-packages")
     with zipfile.ZipFile(wheel) as file:
@@ -94,7 +94,7 @@ def environment(folder: Path, wheel: Path) -> tuple[Path, Path]:
 def python(built, tmp_path_factory) -> Path:
     """Return the Python of an environment with the wheel and its dependencies."""
     python, site = environment(tmp_path_factory.mktemp("environment"), built[0])
-    # A .pth file adds these folders, but ignores their own .pth files, so that an editable install is left out.
+    # A .pth file adds these folders to sys.path, but not their own .pth files, so that an editable install is left out.
     dependencies = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     (site / "dependencies.pth").write_text("\n".join(dependencies))
     return python
@@ -102,7 +102,7 @@ def python(built, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def light_python(built, tmp_path_factory) -> Path:
-    """Return the Python of an environment with what `pip install titanplans` installs, without extras."""
+    """Return the Python of an environment with the packages that `pip install titanplans` installs without extras."""
     python, site = environment(tmp_path_factory.mktemp("light"), built[0])
     for distribution in required_distributions(site):
         for file in distribution.files or ():
@@ -113,7 +113,7 @@ def light_python(built, tmp_path_factory) -> Path:
 
 
 def required_distributions(site: Path) -> list[metadata.Distribution]:
-    """Return the installed distributions that the titanplans in `site` needs, and those that these need."""
+    """Return the installed distributions that the titanplans in `site` needs, directly or through others."""
     (titanplans,) = metadata.distributions(name="titanplans", path=[str(site)])
     found: dict[str, metadata.Distribution] = {}
     pending = [(requirement, "") for requirement in titanplans.requires or ()]

@@ -1,4 +1,4 @@
-"""Cases of one fixture: one that fails does not affect the others."""
+"""A case of a fixture that fails does not affect the other cases."""
 
 import pytest
 import torch
@@ -31,6 +31,6 @@ def test_a_case_next_to_a_failing_one_has_its_result(results, case):
 
 
 def test_a_failing_case_raises_its_failure(results):
-    # the failure of rank 1, or the connection that rank 0 loses
+    # Either rank 1's failure is raised, or that rank 0 has lost the connection.
     with pytest.raises(mp.ProcessRaisedException):
         results["fails"]

@@ -10,7 +10,7 @@ from titanplans import quiet
 
 COMMANDS = {
     "list": ["list"],
-    # Together these commands cause every known warning of torchao, torch, FLA and transformers.
+    # Together these commands cause all known warnings of torchao, torch, FLA and transformers.
     "list models": [
         "list",
         "gla",

@@ -1,7 +1,7 @@
-"""Private names of other libraries are used in one package or under a mark; canaries test those that could break silently.
+"""Private names of other libraries are used in one package or under a mark. Canaries test names that could break silently.
 
-A name that a release removes fails when it is imported or called, which the tests of its users show. The canaries are for
-names whose removal raises no error: an attribute that torch would no longer use, or one that has a default if it is missing.
+If a release removes a name, its import or call fails, and the tests of its users show this. The canaries are for names whose
+removal raises no error: an attribute that torch no longer uses, or one for which titanplans has a default.
 """
 
 import ast
@@ -40,8 +40,8 @@ OTHERS = {
     "_get_D",
     *("_LangPatchScope", "_patch_builtin", "_patch_lang", "_patch_lang_core", "_patch_lang_tensor"),
 }
-"""Private names of transformers, fla, megatron-fsdp, atexit, argparse and Triton's interpreter, a method of torch's modules,
-and one that authors of data sets override in a builder of `datasets`."""
+"""Private names of transformers, fla, megatron-fsdp, atexit, argparse and Triton's interpreter, a method of torch's
+modules, and a method that authors of data sets override in a builder of `datasets`."""
 PUBLIC_TABLES = {"_parameters", "_modules", "_buffers", "_asdict", "_replace", "_fields"}
 """nn.Module's tables, which torch documents for code that walks modules, and the methods of named tuples."""
 LIBRARIES = ("torch", "torchtitan", "torchao")
@@ -52,7 +52,7 @@ MARKED = {
     "titanplans/parallel/fsdp/sharding.py": 2,
     "titanplans/training/pipeline/stage.py": 2,
 }
-"""Count of marks by file: functions, or lines outside of functions, that use internals of torch or torchtitan."""
+"""The number of marks by file. A mark covers a function, or a line, that uses internals of torch or torchtitan."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -71,7 +71,7 @@ def test_disabled_torch_function():
 
 
 def test_shared_shardings():
-    """Otherwise each rank of a proof would repeat the sharding propagation of DTensor, a tenth of its time."""
+    """Otherwise each rank of a proof would repeat DTensor's sharding propagation, which takes a tenth of its time."""
     mesh = DeviceMesh("cpu", [0])
     with threads.meshes_by_thread():
         equal_mesh = DeviceMesh("cpu", [0])
@@ -95,7 +95,7 @@ def sharded():
 
 
 def test_reshard_to():
-    """Otherwise resharding to some ranks would make two process groups for each FSDP module."""
+    """Otherwise resharding to fewer ranks would make two process groups for each FSDP module."""
     model = sharded()
     first, second = fsdp.fsdp_group(model[0]), fsdp.fsdp_group(model[1])
     sharding._reshard_to(second, first.post_forward_mesh_info)
@@ -145,7 +145,7 @@ def test_is_disabled():
 
 
 def private_names(tree: ast.AST, defined: set[str]) -> Iterator[tuple[int, str]]:
-    """Yield the lines of a file that use a private name of another library, with the source there."""
+    """Yield the number and the source of each line of a file that uses a private name of another library."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in LIBRARIES:
             names = (node.module or "").split(".") + [alias.name for alias in node.names]
@@ -191,7 +191,7 @@ def defined_names() -> set[str]:
 
 
 def marked(tree: ast.AST, text: str) -> list[range]:
-    """Return the lines that each mark of a file covers: its own line, or the function whose signature has it."""
+    """Return the lines that each mark of a file covers: its own line, or the function that has the mark in its signature."""
     lines = [index for index, line in enumerate(text.splitlines(), 1) if MARK in line]
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     return [
@@ -234,7 +234,7 @@ def test_the_search_finds_private_names():
 
 
 def test_every_name_has_a_user():
-    """A name that nothing imports has to be removed."""
+    """A name in the package that nothing imports has to be removed."""
     package = ROOT / "titanplans/torch_private"
     files = [f for p in ("titanplans", "tests", "benchmarks") for f in (ROOT / p).rglob("*.py")]
     imported = {
@@ -256,7 +256,7 @@ def test_every_name_has_a_user():
 
 
 def test_a_subject_imports_no_other():
-    """None of them imports the compiler or torchao, and the package itself imports nothing."""
+    """No module of the package imports the compiler or torchao, and the package itself imports nothing."""
     code = "\n".join(
         [
             "import sys",

@@ -1,4 +1,4 @@
-"""torchrun's variables: they give a rank, or none, or are refused."""
+"""torchrun's variables set a rank, or no rank, or they are refused."""
 
 import pytest
 

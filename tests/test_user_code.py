@@ -1,4 +1,4 @@
-"""An error in code of the user names a line of that code, even if another library raises it."""
+"""An error in the user's code names a line of this code, even if another library raises the error."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Installed versions against tested ones: constraints.txt, --version, and the last line of an error."""
+"""Installed versions are compared with tested ones: constraints.txt, --version, and the last line of an error."""
 
 import os
 import re
@@ -32,7 +32,7 @@ def test_make_test_light_installs_the_oldest_torch_of_the_range():
 
 
 def test_constraints_have_versions_and_no_locations():
-    """Each line is the version of one package: no hash, which differs between builds of torch, no file and no index."""
+    """Each line is a package's version, without a file, an index, or a hash, which differs between builds of torch."""
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line[:1] != "#"]
     assert all(line.partition(" ")[0].count("==") == 1 for line in lines)
     assert not any(word in (ROOT / "constraints.txt").read_text() for word in ("--", "://", "@", "+cpu"))
@@ -63,7 +63,7 @@ def newer(tmp_path, monkeypatch):
 
 
 def raised(cause: Exception | None = None):
-    """Return an error raised inside transformers, or by `cause` in this file."""
+    """Return an error that is raised inside transformers, or `cause` after it is raised in this file."""
     from transformers import AutoConfig
 
     try:
@@ -88,7 +88,7 @@ def test_an_untested_version_is_marked_and_named_in_errors(newer):
 
 
 def test_a_library_without_metadata_is_not_named(monkeypatch):
-    """For example a clone on PYTHONPATH."""
+    """A clone on PYTHONPATH has no metadata, for example."""
     monkeypatch.setattr("titanplans.versions._DISTRIBUTIONS", {"transformers": "no-such-distribution"})
     assert versions().endswith(", no-such-distribution of no known version")
     assert describe_untested(raised()) == ""

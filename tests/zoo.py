@@ -1,14 +1,15 @@
 """The one list of tiny models that tests run: every registered architecture, and one that belongs to no library.
 
-`ARCHITECTURES` are few and use different features of the engine: tests of a feature run over these.
-`FAMILIES` are all others, with variants of their options; their plans are proved.
+`ARCHITECTURES` are few and use different features of the engine. Tests of a feature run over them.
+`FAMILIES` are all other architectures, with variants of their options. Their plans are proved.
 
     config = zoo.config("gla")                      # with the options that change a style of its plan
     config = zoo.config("gla", options=False)       # without these options
     model, inputs = zoo.build("gla"), zoo.inputs("gla", seq_len=16)
 
-Sizes are small and the structure is the family's own: its debug flavor of eight heads, and in most families fewer
-key/value heads, reduced to two blocks, 64 wide. "tiny" is the model of tests/support/tiny_model.py, which has no config.
+Sizes are small, and the structure is the family's own: a model is the family's debug flavor with eight heads, and in most
+families fewer key/value heads, reduced to two blocks and a hidden size of 64. "tiny" is the model of
+tests/support/tiny_model.py, which has no config.
 A new architecture is a line in `FAMILIES`.
 """
 
@@ -28,7 +29,7 @@ class Architecture(NamedTuple):
 
     sizes: dict[str, Any]
     options: dict[str, Any]
-    """Fields that change a style of the plan or the modules that it applies to; a proof sets all of them together."""
+    """Fields that change a style of the plan, or to which modules a style applies. A proof sets all of them together."""
 
 
 _FLA = dict(hidden_size=64, num_hidden_layers=2, intermediate_size=48, vocab_size=96)
@@ -48,7 +49,7 @@ ARCHITECTURES = {
     "qwen2": Architecture(_FLA, dict(num_key_value_heads=4)),  # the only one without head_dim
     "qwen3": Architecture(_DENSE, dict(num_key_value_heads=8, tie_word_embeddings=True)),
     "gemma3_text": Architecture(_DENSE, dict(final_logit_softcapping=20.0, attn_logit_softcapping=30.0)),
-    # Its image tokens are the last of the debug flavor's vocabulary.
+    # The image tokens are the last tokens of the debug flavor's vocabulary.
     "gemma3": Architecture(
         {name: size for name, size in _DENSE.items() if name != "vocab_size"}
         | dict(vision_config=dict(num_hidden_layers=1)),
@@ -293,16 +294,16 @@ FAMILIES: dict[str, tuple[dict[str, Any], ...]] = {
         ),
     ),
 }  # fmt: skip
-"""Config fields of each variant. Together the variants have every option that changes a style of the plan."""
+"""The config fields of each variant. Together the variants have every option that changes a style of the plan."""
 
 ODD = dict(intermediate_size=45, vocab_size=97)
 """Sizes that no degree divides. For gemma3 only the first is used."""
 EVERY = (*ARCHITECTURES, "tiny")
-"""Names of all models; last the one that belongs to no library."""
+"""The names of `ARCHITECTURES`, and last the model that belongs to no library."""
 
 
 def fields(name: str, *, options: bool = True) -> dict[str, Any]:
-    """Return the fields of a registered architecture's config that differ from its debug flavor."""
+    """Return the config fields of a registered architecture that differ from its debug flavor."""
     if name in FAMILIES:
         return FAMILIES[name][0]
     architecture = ARCHITECTURES[name]
@@ -310,14 +311,14 @@ def fields(name: str, *, options: bool = True) -> dict[str, Any]:
 
 
 def config(name: str, *, options: bool = True, **overrides: Any) -> PretrainedConfig:
-    """Return the tiny config of a registered architecture; `overrides` are fields of it."""
+    """Return the tiny config of a registered architecture. `overrides` replace fields of the config."""
     return modeling.load_config(name, "debug", **fields(name, options=options) | overrides)
 
 
 def build(
     name: str, *, dtype: torch.dtype = torch.float64, options: bool = True, **overrides: Any
 ) -> nn.Module:
-    """Return a tiny model with weights on the CPU, the same each time."""
+    """Return a tiny model on the CPU, with the same weights each time."""
     if name == "tiny":
         torch.manual_seed(0)
         return Tiny(**overrides).to(dtype)
@@ -326,7 +327,7 @@ def build(
 
 
 def inputs(name: str, *, batch_size: int = 2, seq_len: int = 16, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Return keyword arguments for a forward pass: tokens, and of gemma3 an image in each sequence."""
+    """Return keyword arguments for a forward pass: tokens, and for gemma3 an image in each sequence."""
     if name == "tiny":
         generator = torch.Generator().manual_seed(seed)
         return {"input_ids": torch.randint(32, (batch_size, seq_len), generator=generator)}
@@ -339,7 +340,7 @@ def plan(name: str) -> type[TPPlan]:
 
 
 def float32_of_routers() -> set[str]:
-    """Return the tensors that routers of DeepSeek-V3 and GLM-4.5 keep in float32: the weight since transformers 5.24."""
+    """Return the tensors that routers of DeepSeek-V3 and GLM-4.5 keep in float32: since transformers 5.24 also the weight."""
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3PreTrainedModel as Model
 
     weight = {"gate.weight"} if "gate.weight" in Model._keep_in_fp32_modules_strict else set()
