@@ -340,7 +340,7 @@ def plan(name: str) -> type[TPPlan]:
 
 
 def float32_of_routers() -> set[str]:
-    """Return the tensors that routers of DeepSeek-V3 and GLM-4.5 keep in float32: since transformers 5.24 also the weight."""
+    """Return the tensors that routers of DeepSeek-V3 and GLM-4.5 keep in float32, since 5.24 also the weight."""
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3PreTrainedModel as Model
 
     weight = {"gate.weight"} if "gate.weight" in Model._keep_in_fp32_modules_strict else set()

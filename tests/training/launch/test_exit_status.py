@@ -46,7 +46,7 @@ def ended(tmp_path, monkeypatch):
     return ended
 
 
-def test_the_first_failure_comes_first_but_is_not_decided(ended, capfd):
+def test_the_earliest_failure_comes_first_but_a_running_rank_may_replace_it(ended, capfd):
     first, second = ended((1, "failed"), (0, "failed"), (2, "well"))
     assert (first.rank, second.rank, first.status) == (1, 0, 1)
     assert first.how == "failed: KeyError: ('first', 'second')"
@@ -70,7 +70,7 @@ def test_the_line_of_the_lowest_rank_is_reported(ended, how, status):
     assert is_decided(failures)
 
 
-def test_a_line_without_one_of_rank_0_is_not_decided(ended):
+def test_the_line_of_another_rank_than_0_may_still_be_replaced(ended):
     assert not is_decided(ended((1, "refused"), (0, "well")))
 
 
