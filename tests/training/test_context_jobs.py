@@ -1,4 +1,4 @@
-"""Jobs with context parallelism against one process: losses, norms, counts, resumes."""
+"""Jobs with context parallelism, compared with one process: losses, norms, counts, and resumed jobs."""
 
 import json
 

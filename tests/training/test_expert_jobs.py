@@ -1,4 +1,4 @@
-"""Jobs with expert parallelism against one process: losses, norms, loads, biases, resumes."""
+"""Jobs with expert parallelism, compared with one process: losses, norms, loads, biases, and resumed jobs."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Jobs with pipeline parallelism against one process: losses, norms, counts, resumes."""
+"""Jobs with pipeline parallelism, compared with one process: losses, norms, counts, and resumed jobs."""
 
 import pytest
 

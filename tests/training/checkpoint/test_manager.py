@@ -33,7 +33,7 @@ def names(path: Path) -> list[str]:
 
 
 def goes_back(rank: int, folder: Path) -> dict:
-    """Start a job in a new folder from step 4 of a job of 8 steps, resume it, and resume it again as a launcher does."""
+    """Start a job in a new folder from step 4 of another job, resume it, and resume it once more as a launcher does."""
     results = {"uninterrupted": train(*dense("straight", "--checkpoint.keep_latest_k=0"))[0].losses()}
     start = f"--checkpoint.initial_load_path={folder}/straight/checkpoint/step-4"
     again = dense("again", "--checkpoint.keep_latest_k=2", start, "--checkpoint.no-initial_load_model_only")
@@ -330,7 +330,7 @@ def test_a_full_disk_prints_one_line_and_leaves_no_partial_checkpoint(two_ranks,
 def test_saves_do_not_leak(two_ranks, mode):
     early, late = two_ranks["resource_counts"][mode][6], two_ranks["resource_counts"][mode][30]
     grown = {name: late[name] - early[name] for name in late}
-    # After 24 saves; the records of this test are counted too.
+    # 24 saves have been made, and the objects that this test keeps are counted, too.
     assert grown.pop("objects") < 24 * 50
     assert grown.pop("bytes of tensors") < 24 * 8
     assert all(count < 24 for count in grown.values()), grown

@@ -26,7 +26,7 @@ def job(tmp_path):
 
 
 def by_torchrun(backend, endpoint, arguments):
-    """Run as torchrun --nproc-per-node 2 --max-restarts 3, with forked workers."""
+    """Train as `torchrun --nproc-per-node 2 --max-restarts 3` does, but with forked workers."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     config = LaunchConfig(
@@ -55,13 +55,13 @@ def worker(arguments):
 
 
 def repeats_itself(job):
-    """Whether repeated steps have the same loss, and no step is missing."""
+    """Return whether steps that were repeated have the same loss, and no step is missing."""
     losses = dict(job.losses)
     return set(losses) == set(range(1, max(losses) + 1)) and len(set(job.losses)) == len(losses)
 
 
 def kill(job, process, rank, restarts):
-    """Kill a rank of a job that was restarted `restarts` times before; return its pid."""
+    """Kill a rank of a job that has been restarted `restarts` times; return the pid of the rank."""
     job.wait_for(process, lambda: job.out.count("Training starts at") == restarts + 1)
     job.wait_for_steps(process, 6)
     pid = descendants(process.pid)[rank]
@@ -81,7 +81,7 @@ def test_killed_ranks_are_restarted_up_to_max_restarts(job):
     steps = job.steps[-1]
     assert job.run(f"--training.steps={steps + 2}", "--max-restarts=1") == 0
     assert job.steps[-1] == steps + 2
-    # The last checkpoint has only the weights. The job is finished for every launcher, and can be prolonged.
+    # The last checkpoint has only weights. So every launcher takes the job as finished, but it can be trained for longer.
     for entry in (None, partial(by_torchrun, "static", free_endpoint())):
         restarts = () if entry else ("--max-restarts=1",)
         assert job.run(f"--training.steps={steps + 2}", *restarts, entry=entry) == 0
@@ -91,7 +91,7 @@ def test_killed_ranks_are_restarted_up_to_max_restarts(job):
     assert "Training completed" in job.out
     assert "Sleeping" not in job.out
     assert job.steps[-1] == job.losses[-1][0] == steps + 4
-    # The checkpoint is checked before a job is reported as finished.
+    # A job is reported as finished only after its last checkpoint is checked.
     shard = job.folder / "out" / "checkpoint" / f"step-{steps + 4}" / "__1_0.distcp"
     flip(shard)
     assert job.run(f"--training.steps={steps + 4}") == 2
@@ -105,7 +105,7 @@ class Slow:
 
 
 def slow_to_free(arguments):
-    """Train with an object that takes long to free, as data workers do, and must not be interrupted."""
+    """Train with an object that, like data workers, takes long to free, which must not be interrupted."""
     from titanplans.cli.main import run
     from titanplans.training.trainer.trainer import Trainer
 

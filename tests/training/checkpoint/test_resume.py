@@ -1,4 +1,4 @@
-"""`decide_resume`: each line of its table, and damaged checkpoints."""
+"""`decide_resume`: each row of the table in its docstring, and damaged checkpoints."""
 
 import re
 import shutil
@@ -15,7 +15,7 @@ from titanplans.training.checkpoint.resume import FOLDER_OPTION, Resume, decide_
 
 
 def write(path: Path, step: int, holds: str = "training", load_step: int | None = None) -> Path:
-    """Write a checkpoint that consists of a manifest alone."""
+    """Write a checkpoint that consists only of a manifest."""
     checkpoint = folder.checkpoint_path(path, step)
     checkpoint.mkdir(parents=True)
     job = {} if load_step is None else {"checkpoint.load_step": load_step}
@@ -33,7 +33,7 @@ def refused(path: Path, **options: object) -> str:
     return refusal(decide, path, **options, kind=ConfigError)
 
 
-# The lines of the table in the docstring: options, checkpoints by step ("w": weights alone), and the loaded checkpoint.
+# The rows of the table: options, checkpoints by step ("w": only weights), and the loaded checkpoint.
 LOADS = [
     ({"enable": False}, "8", "nothing"),
     ({"create_seed_checkpoint": True}, "", "nothing"),
@@ -107,11 +107,11 @@ def test_a_job_loads_the_weights_of_a_hugging_face_folder(tmp_path):
 def test_a_job_restarted_by_a_launcher_resumes_its_own_checkpoint(tmp_path):
     write(tmp_path, 4)
     write(tmp_path, 8)
-    # The newest is of another job: the launcher restarts a job that was refused.
+    # The newest checkpoint is of another job: the launcher has restarted a job that was refused.
     assert "later checkpoints" in refused(tmp_path, load_step=4, restarted=True)
     of_this_job = write(tmp_path, 9, load_step=4)
     assert decide(tmp_path, load_step=4, restarted=True) == Resume(of_this_job, "training", FOLDER_OPTION)
-    # started again by the user: the steps after 4 would be lost
+    # the user, not a launcher, starts the job again, which would lose the steps after 4
     assert "up to step-9" in refused(tmp_path, load_step=4)
     last = write(tmp_path, 10, "weights", load_step=4)
     assert decide(tmp_path, load_step=4, restarted=True) == Resume(last, key=FOLDER_OPTION, is_finished=True)
@@ -139,13 +139,13 @@ def test_a_damaged_manifest_is_refused_and_the_newest_intact_checkpoint_offered(
 
 
 def test_a_checkpoint_that_was_renamed_is_not_taken_for_another_step(tmp_path):
-    """Otherwise it would stay the newest, and every restart would begin from it."""
+    """Otherwise the renamed checkpoint would stay the newest, and every restart would begin from it."""
     for step in (4, 6):
         write(tmp_path, step)
     renamed = (tmp_path / "step-4").rename(tmp_path / "step-9")
     message = refused(tmp_path)
     assert message.startswith(f"checkpoint.folder: {renamed} holds step 4; ")
     assert "remove step-9, and the same command resumes from step-6" in message
-    # under another name a job may start from it
+    # a job may start from a checkpoint with a name that is not a step's
     renamed_again = (tmp_path / "step-9").rename(tmp_path / "best")
     assert damage(renamed_again) is None

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: complete or absent wherever a process is killed, checked, and read without running code."""
+"""Checkpoints on disk are complete or absent, wherever a process is killed; they are checked, and run no code when read."""
 
 import json
 import os
@@ -37,7 +37,7 @@ LR = {"optimizer.lr": 0.1}
 def write(
     path: Path, step: int, value: float = 1.0, holds: str = "training", job: dict | None = None
 ) -> Path:
-    """Write a checkpoint; replace an existing one."""
+    """Write a checkpoint, and replace one at the same path."""
     checkpoint = folder.checkpoint_path(path, step)
     manifest = Manifest(step, holds, {"hidden_size": 8}, LR if job is None else job, {})  # type: ignore[arg-type]
     dcp.save(state(value), storage_writer=CheckpointWriter(checkpoint, manifest), no_dist=True)
@@ -127,7 +127,7 @@ def test_a_killed_save_leaves_a_complete_checkpoint_or_none(tmp_path, monkeypatc
         if ended:
             break
     assert ended
-    assert die_at > 6  # it was also killed in the middle of the save
+    assert die_at > 6  # the process was also killed in the middle of a save
 
 
 def test_only_checkpoints_of_titanplans_are_listed(tmp_path):
@@ -143,7 +143,7 @@ def test_only_checkpoints_of_titanplans_are_listed(tmp_path):
 
 
 def test_leftovers_are_removed_also_if_files_or_links(tmp_path):
-    """A link is removed, not its target."""
+    """Of a link, only the link is removed, not the target."""
     target = tmp_path / "kept"
     target.mkdir()
     (target / "precious").touch()
@@ -205,7 +205,7 @@ def test_changes_are_named_up_to_five():
 def test_a_finished_job_differs_by_keys_that_decide_its_result(tmp_path):
     job = build_job({"checkpoint.folder": str(tmp_path), "training.steps": 4, "optimizer.lr": 0.1})
     last = write(tmp_path, 4)
-    check_finished(last, job)  # its manifest has only one key, like that of an earlier release
+    check_finished(last, job)  # the manifest has only one key, as in an earlier release
     write(tmp_path, 4, holds="weights", job=job_values(job))
     deciding = {"lora.rank": 8, "optimizer.lr": 0.2, "training.seq_len": 64, "data.packing": "best_fit"}
     for key, value in (deciding | {"debug.seed": 1}).items():

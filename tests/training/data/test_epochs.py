@@ -55,7 +55,7 @@ def build(data, batch, *, epochs=1, **options):
 
 
 def predicted_pairs(batches) -> Counter:
-    """Return the count of each pair of a token and its predicted next token."""
+    """Return how often each pair of a token and its label, the next token, occurs."""
     pairs: Counter = Counter()
     for inputs, labels in batches:
         is_predicted = labels != IGNORED

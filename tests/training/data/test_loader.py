@@ -381,7 +381,7 @@ def test_a_worker_ends_only_when_its_rank_says_so(build, corpora):
     subprocess.run(["kill", str(worker.pid)], check=True)  # as a scheduler signals every process
     list(islice(batches, 9))
     assert worker.is_alive()
-    worker.terminate()  # as Python does, before it waits, when a process ends by an error
+    worker.terminate()  # as Python does, before it waits, when a process ends with an error
     worker.join(60)
     assert worker.exitcode == 0
 
@@ -402,5 +402,5 @@ def test_a_worker_whose_rank_ended_early_ends_at_once():
         os._exit(0)
     os.close(writing)
     os.waitpid(rank, 0)
-    with os.fdopen(reading, "rb") as file:  # reads to the end, which comes after the worker has ended
+    with os.fdopen(reading, "rb") as file:  # reads until the worker has ended, which closes the pipe
         assert file.read() == b"asks"

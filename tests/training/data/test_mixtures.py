@@ -101,7 +101,7 @@ def test_sources_that_can_not_be_resumed_are_refused(build, data):
 
 
 def test_sources_are_added_removed_and_moved_by_name(build, data, tokenizer):
-    """Each source continues where it stopped, whichever sources are added or removed; a log line names the change."""
+    """Each source continues where it stopped, whichever sources are added or removed, and a log line names the change."""
     a, b = data.sources
     alone = {source.name: global_batches([build(data.replace(sources=(source,)))], 14) for source in (a, b)}
     taken, state = [], None

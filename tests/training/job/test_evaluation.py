@@ -60,7 +60,7 @@ def test_every_checkpoint_is_validated_source_by_source(job):
 
 
 def test_a_hugging_face_folder_and_one_source_alone(job):
-    """The printed loss of the only source is the one that training logs."""
+    """The printed loss of the only source equals the loss that training logs."""
     path = job.folder / "job.toml"
     path.write_text(path.read_text().partition('[[data.sources]]\nname = "other"')[0])
     assert job.run(STEPS, "--checkpoint.last_save_in_hf") == 0, job.err

@@ -133,7 +133,7 @@ literal = st.sampled_from(LITERALS) | text.map(lambda value: json.dumps(value, e
 
 
 def nearly(word):
-    """Return a strategy of a word and its misspellings."""
+    """Return a strategy that draws `word` or a misspelling of it."""
     return st.sampled_from(
         [word, word, word, word, word[:-1], word + ".x", word.upper(), f"{word} ", f'"{word}"']
     )

@@ -1,4 +1,4 @@
-"""Jobs on conversations: two ranks against one, resumed in the middle, and models that separate conversations."""
+"""Jobs on conversations: two ranks compared with one, resumed jobs, and models that separate conversations."""
 
 import json
 import os

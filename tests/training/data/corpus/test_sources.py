@@ -276,7 +276,7 @@ def test_fragments_of_a_long_row_stay_in_one_split(corpus, kind):
         assert "".join(text for _, text in documents) == "".join(texts)
         for i, (position, _) in enumerate(documents):
             position = json.loads(json.dumps(position))
-            # The next position is the same, so everything after it is the same too.
+            # The next position is the same, so everything after it is the same, too.
             assert list(islice(stream.documents(0, 0, 1, position), 2)) == documents[i : i + 2]
         fragments = [text for _, text in documents]
     else:
