@@ -21,9 +21,8 @@ torch.set_num_threads(1)
 # A shell starts background jobs with SIGINT ignored, nohup with SIGHUP ignored, and child processes inherit both.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-    signal.signal(
-        signal.SIGHUP, lambda *_: None
-    )  # a handler, because exec resets a handler but not an ignored signal
+    # A handler, because exec resets a handler but not an ignored signal.
+    signal.signal(signal.SIGHUP, lambda *_: None)
 # By default hypothesis fails slow examples, but on a busy machine slowness says nothing about the property.
 hypothesis.settings.register_profile("titanplans", deadline=None)
 hypothesis.settings.load_profile("titanplans")
