@@ -2,6 +2,7 @@
 
 import ast
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -34,7 +35,12 @@ def shorten(source: Source, plan: type[TPPlan], model: nn.Module, exclude: Itera
     """
     own = _results(plan, model)
     best = source
-    registered = {cls for model_type, cls in registered_plans().items() if model_type not in set(exclude)}
+    excluded = set(exclude)
+    registered = {
+        cls
+        for model_type, cls in registered_plans().items()
+        if model_type not in excluded and _is_importable(cls)
+    }
     bases = sorted(registered, key=lambda cls: (len(cls.__mro__), cls.__module__, cls.__name__))
     for base in [TPPlan, *bases]:
         try:
@@ -53,6 +59,12 @@ def shorten(source: Source, plan: type[TPPlan], model: nn.Module, exclude: Itera
             continue
         best = shorter if is_same else best
     return best
+
+
+def _is_importable(cls: type[TPPlan]) -> bool:
+    """Return whether a file can import the class, which one of a script or inside a function can't be."""
+    module = sys.modules.get(cls.__module__)
+    return cls.__module__ != "__main__" and getattr(module, cls.__name__, None) is cls
 
 
 _ERRORS = (PlanError, NotImplementedError, AttributeError, KeyError, TypeError, ValueError, IndexError)
