@@ -1,4 +1,4 @@
-"""Draws docs/rows.svg: documents of two sources as sequences, cut or packed by best fit, with the packers of the loader.
+"""Draws docs/rows.svg: how the loader's packers turn documents of two sources into sequences, by cutting and by best fit.
 
 python docs/draw_rows.py     # docs/generate.py does it, too
 """
@@ -25,7 +25,9 @@ def picture() -> str:
     """Return the picture, as SVG."""
     kinds = {
         'packing = "cut": no token is lost': lambda of: pack(of, SEQ_LEN, apart=True),
-        'packing = "best_fit": whole documents, with padding': lambda of: pack_best_fit(of, SEQ_LEN),
+        'packing = "best_fit": documents that fit a sequence stay whole, with padding': lambda of: (
+            pack_best_fit(of, SEQ_LEN)
+        ),
     }
     height = 40 + len(kinds) * (len(ORDER) * LANE + 56)
     parts = [

@@ -43,7 +43,7 @@ def page() -> str:
     parts += ["## Other names", _table(("key", "known from", "key here"), renamed)]
     parts += [
         "## Keys that do nothing without another",
-        _table(("key", "has an effect only with (otherwise accepted, and logged)"), switches),
+        _table(("key (without the key on the right it is accepted, ignored and logged)", "needs"), switches),
     ]
     parts += [
         "## Refused keys",

@@ -59,7 +59,7 @@ def test_every_registered_architecture_is_on_the_page():
 
 def test_a_length_that_the_degree_does_not_divide_is_refused(capsys):
     assert main(["async-tp", "qwen3", "--seq-len", "33", "--vocab-size", "64", "--batch-size", "1"]) == 2
-    assert "a sequence of 33 tokens is not a multiple of the 2 ranks" in capsys.readouterr().err
+    assert "a sequence length of 33 is not a multiple of 2, the number of ranks" in capsys.readouterr().err
 
 
 def test_stdout_is_only_json_and_capturing_leaves_no_state(capsys):

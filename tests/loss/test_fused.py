@@ -401,7 +401,7 @@ def refusals():
         of_tokens[:, 0] = -100
         cross_entropy(logits, of_tokens, 1)
 
-    yield lambda: of(build(), patched), "a forward that was set on this module"
+    yield lambda: of(build(), patched), "`forward` that a library or another FusedLoss has set"
     yield lambda: of(build(), nested), "by a library or by another FusedLoss"
     yield lambda: of(build(), hooked), "a hook has changed the gradient"
     yield lambda: of(build(), masked_after), "the labels were changed"

@@ -259,10 +259,10 @@ def run(model, line, config):
 STATIC = DDPConfig(static_graph=True, defer_grad_sync=False)
 LOOKED_FOR = DDPConfig(find_unused_parameters=True)
 REFUSALS = {
-    "tp": (split, "take FSDP2Config with dp_replicate"),
+    "tp": (split, "use FSDP2Config with dp_shard = 1 and dp_replicate"),
     "fsdp": (
         lambda model, line: torch.distributed.fsdp.fully_shard(model, mesh=line),
-        "take FSDP2Config with dp_replicate",
+        "use FSDP2Config with dp_shard = 1 and dp_replicate",
     ),
     "meta": (lambda model, line: model.to("meta"), "embed.weight"),
     "twice": (lambda model, line: apply_ddp(model, line, DDPConfig()), "already replicated"),

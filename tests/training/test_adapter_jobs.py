@@ -116,7 +116,7 @@ def test_a_hugging_face_model_is_fine_tuned_and_exported(tmp_path, capsys):
         assert main(["export", str(source), str(folder / name), *arguments]) == 0
         return capsys.readouterr().out
 
-    assert "added to weights rounded to NF4: --adapter" in export(step("nf4"), "out")
+    assert "added to base weights rounded to NF4" in export(step("nf4"), "out")
     export(step("alone"), "adapter", "--adapter")
     export(step("nf4"), "adapter of nf4", "--adapter")
     export(step("alone"), "alone, merged")

@@ -12,7 +12,7 @@ _FACTORIES = (torch.zeros, torch.ones, torch.empty, torch.eye)
 """Without a dtype they make float32, the default."""
 
 _ASKING = frozenset((torch.Tensor.float, torch._grouped_mm, *_FACTORIES))
-"""Functions that `Widen` handles even where no argument is float32."""
+"""Functions that `Widen` handles even if torch.float32 is not among their arguments."""
 
 _FLOAT32 = torch.float32
 
@@ -28,7 +28,7 @@ class Widen(TorchFunctionMode):
         self.dtype = dtype
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        # Every torch function passes here, and few of them name a dtype.
+        # Every torch function passes through here, and few calls name a dtype. The others have to be fast.
         if not kwargs and func not in _ASKING:
             for arg in args:
                 if arg is _FLOAT32:
@@ -72,9 +72,9 @@ def _grouped_mm(
     bias: None = None,
     out_dtype: None = None,
 ) -> torch.Tensor:
-    """Multiply each expert's rows [rows, in] by its weight [experts, in, out]; `offs` [experts] are the ends of its rows.
+    """Multiply each expert's tokens [tokens, in] by its weight [experts, in, out]; `offs` [experts]: where its tokens end.
 
-    torch has no float64 kernel for it.
+    torch has no float64 kernel for this.
     """
     *parts, rest = rows.tensor_split(offs.tolist())
     products = [part @ weight for part, weight in zip(parts, weights.unbind(), strict=True)]

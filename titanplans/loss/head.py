@@ -1,6 +1,6 @@
 """`FusedLoss`: let the head of a model compute the loss in a forward, instead of logits.
 
-    fused = FusedLoss(model)                      # once, of a model that is split, sharded or neither
+    fused = FusedLoss(model)                      # once; the model may be split, sharded or neither
     with fused(labels):
         logits = model(tokens).logits             # a stand-in
     cross_entropy(logits, labels, tokens).backward()
@@ -88,8 +88,8 @@ class FusedLoss:
         objective = Objective(label_smoothing, z_loss).checked()
         if "forward" in self.head.__dict__:
             raise NotFused(
-                f"the head of {self._model} has a forward that was set on this module, by a library or by another "
-                f"FusedLoss, which would not be called"
+                f"the head of {self._model} has a `forward` that a library or another FusedLoss has set on this "
+                "module; the fused loss would skip it"
             )
         is_called = False
 
@@ -160,7 +160,7 @@ def _refuse_head(head: nn.Module, name: str) -> None:
         raise NotFused(f"{name} has a weight that is not floating point (quantized)")
     if isinstance(weight, DTensor) and state_of(head) is None and _is_tensor_parallel(weight):
         raise NotFused(
-            f"{name} is split by a foreign style, under which its weight is a DTensor in the forward"
+            f"{name} is split by a style that is not one of titanplans', so its weight is a DTensor in the forward"
         )
 
 

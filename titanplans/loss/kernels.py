@@ -56,7 +56,10 @@ def _gradient(logits, at, log_sums, scales, owns, shifts, width, stride, COLUMNS
 def read(
     logits: torch.Tensor, mine: torch.Tensor, index: torch.Tensor, summed: bool
 ) -> tuple[Statistics, Callable[..., torch.Tensor]]:
-    """Compute the same as `read_by_operators`, except that the gradient overwrites `logits` in any dtype."""
+    """Compute the same as `read_by_operators`, except that the gradient overwrites `logits` whatever their dtype.
+
+    If their last stride is not 1, it overwrites a contiguous copy instead.
+    """
     rows, width = logits.shape
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     wide = {"dtype": torch.promote_types(logits.dtype, torch.float32), "device": logits.device}

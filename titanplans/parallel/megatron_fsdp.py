@@ -55,9 +55,7 @@ def check_available() -> None:
     missing = missing_library("megatron_fsdp", "it" if not torch.cuda.is_available() else "megatron_fsdp")
     if not torch.cuda.is_available():
         also = "" if is_installed("megatron_fsdp") else f"; and {missing}"
-        raise ParallelError(
-            f"megatron_fsdp needs CUDA, and torch sees no such device: take FSDP2Config{also}"
-        )
+        raise ParallelError(f"megatron_fsdp needs CUDA, and torch sees no such device: use FSDP2Config{also}")
     if not is_installed("megatron_fsdp"):
         raise missing
 
@@ -67,9 +65,9 @@ def refuse_mesh(mesh: DeviceMesh) -> None:
     for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True):
         why = ""
         if name == "dp_shard" and size == 1:  # Megatron-LM #6660
-            why = "over one rank it doubles gradients in each micro batch; raise it, or take FSDP2Config"
+            why = "over one rank it doubles gradients in each micro batch; raise it, or use FSDP2Config"
         elif name != "dp_shard" and size > 1:
-            why = "only sharding is known to be correct; set it to 1, or take FSDP2Config"
+            why = "only sharding is known to be correct; set it to 1, or use FSDP2Config"
         if why:
             raise ParallelError(f"megatron_fsdp with {name} = {size}: {why}")
 
@@ -87,7 +85,7 @@ def arguments(
     for name in (*tensors, *modules):
         raise ParallelError(
             f"megatron_fsdp: {name or 'the model'} is split, recomputed or compiled, which is untested; switch that off, or "
-            "take FSDP2Config"
+            "use FSDP2Config"
         )
     parameters = inspect.signature(library.fully_shard_model).parameters.values()
     switches = {p.name for p in parameters if isinstance(p.default, bool)} - _SET_HERE

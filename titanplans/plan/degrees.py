@@ -87,9 +87,8 @@ class Degrees:
             return
         works = [n for n in range(1, ranks + 1) if ranks % n == 0 and n % self.tp == 0]
         raise ParallelError(
-            f"ep = {self.ep}: experts are distributed over neighbouring ranks among dp_shard x cp x tp = "
-            f"{self.dp_shard} x {self.cp} x {self.tp} ranks, including all {self.tp} of a layer: "
-            f"{either(sorted({1, *works}))} would work"
+            f"ep = {self.ep} has to be 1, or a divisor of dp_shard x cp x tp = {self.dp_shard} x {self.cp} x {self.tp} "
+            f"and a multiple of tp = {self.tp}: {either(sorted({1, *works}))} would work"
         )
 
     def __str__(self) -> str:

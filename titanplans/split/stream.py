@@ -39,9 +39,9 @@ class Stream:
     """The residual stream of one split model.
 
     With B sequences of L tokens, hidden size D and N ranks over which tokens are sharded (tp x cp; cp alone without
-    sequence parallelism), a shard is [B, L / N, D]. Shards are equal. A sequence whose length N does not divide is
-    refused in training; without gradients its forward runs in full: every rank holds all tokens between regions, and
-    regions sum as they do without a sharded stream.
+    sequence parallelism), a shard is [B, L / N, D]. Shards are equal. In training, a sequence length that is not a
+    multiple of N is refused. Without gradients, a forward of such a length runs in full: every rank holds all tokens
+    between regions, and regions sum their outputs as they do without a sharded stream.
 
     Args:
         layout: whether tensor-parallel ranks shard the sequence, and which dimension of the hidden states it is.
@@ -66,7 +66,7 @@ class Stream:
         self._in_full = self._trains = self._head_follows = False
         self._length = 0
         self._calls: dict[End, set[bool]] = {"embedding": set(), "head": set()}
-        """For each end, whether its calls with a gradient had sharded hidden states: both values if they differed."""
+        """The values that `is_sharded` had in calls with a gradient; with two values, a recomputation is ambiguous."""
 
     @property
     def dim(self) -> int | None:
@@ -86,7 +86,9 @@ class Stream:
         # Noted here, because gradients are off inside a reentrant checkpoint.
         self._in_full, self._trains = False, torch.is_grad_enabled()
         if length is not None:
-            self._refuse_unequal(length)  # as early as this, since a compiled first block can't raise it
+            self._refuse_unequal(
+                length
+            )  # refused this early, since a compiled first block can't raise the error
 
     def decide_sharding(self, length: int) -> None:
         """Decide whether the current forward, of `length` tokens, is sharded or runs in full.
@@ -104,8 +106,8 @@ class Stream:
         if self._trains and length % self.shards:
             without = "" if self.tokens.ranks > 1 else ", or set sequence_parallel = False"
             raise PlanError(
-                f"a sequence of {length} tokens is not a multiple of the {self.shards} ranks that it is sharded over in "
-                f"training: pad sequences to a multiple of {self.shards} (pad_to_multiple_of of a collator, "
+                f"a sequence length of {length} is not a multiple of {self.shards}, the number of ranks that shard a sequence "
+                f"in training: pad sequences to a multiple of {self.shards} (pad_to_multiple_of of a collator, "
                 f"training.seq_len of a job){without}; forwards under torch.no_grad() may have any length"
             )
 
@@ -121,7 +123,8 @@ class Stream:
         Earlier work is the same on every rank, so its gradient has to be the same, too: the backward gathers it.
         """
         if self.shards_sequence:
-            # A ShardedSequence has its shard as an attribute; its shape would come from a function, which breaks a graph.
+            # The shape of a ShardedSequence is computed by a Python function, which would break a compiled graph. The shape
+            # of its `shard`, an attribute, would not.
             dim, shard = self.tokens.dim, getattr(x, "shard", None)
             self.decide_sharding(x.shape[dim] if shard is None else shard.shape[dim] * self.tokens.ranks)
         self.has_begun = True
@@ -189,7 +192,7 @@ class Stream:
             if len(calls) > 1:
                 raise PlanError(
                     f"a backward recomputes the {end}, which was called on shards of a sequence in one forward and on "
-                    "all of it in another: leave it out of checkpoints"
+                    "all of it in another: exclude it from activation checkpointing"
                 )
             return calls == {True}
         is_sharded = self.is_sharded
@@ -210,7 +213,7 @@ class Stream:
         return self._length // self.tokens.ranks if self.is_running else None
 
     def check_runs(self) -> None:
-        """Refuse work on shards outside of a forward and of a backward that recomputes one.
+        """Refuse work on shards unless a forward runs, or a backward that recomputes a forward.
 
         Raises:
             PlanError: neither runs.
@@ -297,9 +300,9 @@ def _begin_at_inputs_embeds(stream: Stream, names: tuple[str, ...], module: nn.M
         return None
     if stream.has_begun:
         raise PlanError(
-            f"{class_name(module)} was called with inputs_embeds that the model made in the same forward from this "
-            "rank's shard of an embedding that begins the stream: let its plan use vocab_embedding() without "
-            "begins_stream, or compute them before the model is called"
+            f"{class_name(module)} got inputs_embeds that are sharded already, because the model computed them from an "
+            "embedding that begins the stream: use vocab_embedding() without begins_stream in the plan, or compute "
+            "inputs_embeds before the model is called"
         )
     embedded = stream.begin(embedded)
     index = names.index("inputs_embeds") if "inputs_embeds" in names else len(args)
@@ -309,7 +312,7 @@ def _begin_at_inputs_embeds(stream: Stream, names: tuple[str, ...], module: nn.M
 
 
 def _end(stream: Stream, is_model: bool, has_head: bool, module: nn.Module, args, output):
-    if output is None:  # the hook is always called; in this call, the forward has failed
+    if output is None:  # the forward raised: with always_call the hook is called even then
         stream.end()
         return None
     if isinstance(output, torch.Tensor | tuple):
@@ -318,7 +321,7 @@ def _end(stream: Stream, is_model: bool, has_head: bool, module: nn.Module, args
         fields = output if isinstance(output, dict) else getattr(output, "__dict__", {})
     asks_for_states = fields.get("hidden_states") is not None or isinstance(output, tuple)
     if not is_model and stream._head_follows and not asks_for_states:
-        return None  # the head takes its shard, and ends the stream
+        return None  # the hidden states stay sharded; the head ends the stream
     gathered: dict[int, torch.Tensor] = {}
     if isinstance(output, torch.Tensor | tuple):
         output = output if is_model and has_head else _gathered(stream, output, gathered)

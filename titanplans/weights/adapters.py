@@ -156,7 +156,7 @@ def adapter_options(folder: str | os.PathLike[str]) -> LoRA:
     """Return the options of peft's adapter_config.json.
 
     Raises:
-        ModelError: the file is missing or damaged, or describes an adapter that computes differently.
+        ModelError: the file is missing or damaged, or describes an adapter other than plain LoRA.
     """
     path = Path(folder) / CONFIG
     try:
@@ -175,7 +175,7 @@ def options_of_peft(values: Mapping[str, Any], where: str) -> LoRA:
     """Convert the `values` of peft's LoraConfig to options; `where` says where they are from, for errors.
 
     Raises:
-        ModelError: they describe an adapter that computes differently.
+        ModelError: they describe an adapter other than plain LoRA.
         KeyError, TypeError, ValueError: a value is missing, or has another type than in peft.
     """
     for key, supported in _SUPPORTED.items():
@@ -210,8 +210,12 @@ def adapter_config(model: nn.Module, base_model: str | None = None) -> dict[str,
     """
     low_ranks = set(_low_ranks(model).values())
     if len(low_ranks) != 1:
+        adapters = " and ".join(
+            f"rank {each.rank} with scaling {each.scaling:g}" for each in sorted(low_ranks)
+        )
         raise ModelError(
-            f"peft's files hold adapters of one rank and one scaling, but the model's adapters have {low_ranks or 'none'}"
+            f"peft's files hold adapters of one rank and one scaling, but the model has {adapters or 'no adapters'}: give "
+            "every adapter the same rank and alpha"
         )
     (low_rank,) = low_ranks
     modules = named_adapted(model)
@@ -240,8 +244,8 @@ def adapter_config(model: nn.Module, base_model: str | None = None) -> dict[str,
 
 def trained_names(model: nn.Module) -> dict[str, None]:
     """Return the names (in the state dict) of the tensors in an adapter's files: factors and other trained parameters."""
-    # requires_grad is that of the parameters. In the state dict, those that FSDP2 gathers in float8 are new tensors without
-    # a gradient.
+    # Take requires_grad from the parameters, not from the state dict: there, parameters that FSDP2 gathers in float8 are
+    # new tensors whose requires_grad is False.
     parameters = model.named_parameters(remove_duplicate=False)
     trained = {without_wrappers(name) for name, parameter in parameters if parameter.requires_grad}
     return {name: None for name in model.state_dict() if is_factor(name) or name in trained}

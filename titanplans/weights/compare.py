@@ -50,7 +50,8 @@ def unify_tied(
         tied: the name that a parameter is tied to, by its own name.
 
     Returns:
-        The tensors, of which tied ones occur once, under the name that they are tied to; and the other copies, by name.
+        A pair: the tensors, with each tied tensor only under the name that it is tied to; and the copies that were left out
+        because that name exists already, by their own names.
     """
     unified, copies = dict(tensors), {}
     for name, source in tied.items():
@@ -78,10 +79,10 @@ def check_tied_copies(
         ModelError: names two copies that differ.
     """
     for name, copy in copies.items():
-        # Every rank reads, since reading may be collective. The others may have no values, so rank 0 compares.
+        # Every rank reads, since reading may be collective. Only rank 0 compares, since other ranks may get no values.
         value, source_value = copy.read(), unified[tied[name]].read()
         if broadcast_object(rank() == 0 and not torch.equal(value.to(source_value.dtype), source_value)):
             raise ModelError(
                 f"{where} has {name} and {tied[name]} with different values, but the model's config ties the two: "
-                "tie_word_embeddings = false in it keeps both"
+                "set tie_word_embeddings = false in the config to keep both"
             )

@@ -97,10 +97,10 @@ def test_degrees_that_are_not_implemented_are_refused(degrees, message):
     [
         (
             dict(dp_shard=4, tp=2, ep=3),
-            "ep = 3: .* = 4 x 1 x 2 ranks, including all 2 of a layer: 1, 2, 4 or 8 would work",
+            "ep = 3 .* = 4 x 1 x 2 and a multiple of tp = 2: 1, 2, 4 or 8 would work",
         ),
-        (dict(dp_shard=4, ep=8), "ep = 8: .* 1, 2 or 4 would work"),
-        (dict(dp_shard=2, tp=4, ep=2), "ep = 2: .* 1, 4 or 8 would work"),
+        (dict(dp_shard=4, ep=8), "ep = 8 .* 1, 2 or 4 would work"),
+        (dict(dp_shard=2, tp=4, ep=2), "ep = 2 .* 1, 4 or 8 would work"),
     ],
 )
 def test_expert_degrees_that_do_not_fit_are_refused(degrees, message):

@@ -19,7 +19,7 @@ HEAD = """# Kernels compared
 
 FLA's Triton kernels, run by Triton's interpreter, compared with the stand-ins that replace them on a CPU. For what this
 shows and does not show see [kernels.md](../kernels.md). `python docs/generate.py kernels.md` writes the tables, from the
-calls that the layers of the tiny models make.
+calls that the layers of the tests' tiny models (tests/zoo.py) make.
 
 """
 COLUMNS = """| kernel | models | calls | with documents | with states | backward | worst | why it exceeds 1e-5 |

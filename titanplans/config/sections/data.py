@@ -52,15 +52,16 @@ class Chat(
     added to the roles of that format."""
 
     prompt_column: Name | None = None
-    """Column or field with the prompt (a text or messages), for rows without a list of messages; unset: "prompt" or
-    "instruction"."""
+    """Column or field with the prompt (a string or a list of messages), for rows without a list of messages; unset: "prompt"
+    or "instruction"."""
 
     input_column: Name | None = None
-    """Column or field with a text that is appended to the prompt if it is not empty; unset: none, or "input" under
+    """Column or field with a string that is appended to the prompt if it is not empty; unset: none, or "input" under
     format = "alpaca"."""
 
     completion_column: Name | None = None
-    """Column or field with the assistant's answer to the prompt (a text or messages); unset: "completion" or "output"."""
+    """Column or field with the assistant's answer to the prompt (a string or a list of messages); unset: "completion" or
+    "output"."""
 
     system_column: Name | None = None
     """Column or field with the system message; unset: none, or "system" under format = "sharegpt" and "alpaca", if it

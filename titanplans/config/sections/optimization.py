@@ -44,28 +44,28 @@ class OptimizerGroup(Options, section="optimizer.groups", refuses=groups.optimiz
     """Learning rate after the warm-up."""
 
     beta1: FractionBelowOne | None = None
-    """Of Adam and AdamW: decay of the first moment."""
+    """For Adam and AdamW: decay of the first moment."""
 
     beta2: FractionBelowOne | None = None
-    """Of Adam and AdamW: decay of the second moment."""
+    """For Adam and AdamW: decay of the second moment."""
 
     eps: NaturalFloat | None = None
-    """Of Adam and AdamW: added to the denominator of the update."""
+    """For Adam and AdamW: added to the denominator of the update."""
 
     weight_decay: NaturalFloat | None = None
     """Weight decay of every parameter of the group, norms and biases included."""
 
     momentum: FractionBelowOne | None = None
-    """Of Muon: decay of the momentum."""
+    """For Muon: decay of the momentum."""
 
     nesterov: bool | None = None
-    """Of Muon: Nesterov's momentum."""
+    """For Muon: Nesterov's momentum."""
 
     ns_steps: NewtonSchulzSteps | None = None
-    """Of Muon: steps of the Newton-Schulz iteration."""
+    """For Muon: steps of the Newton-Schulz iteration."""
 
     adjust_lr_fn: ScaleRule | None = None
-    """Of Muon: how the update is scaled according to the shape of the matrix."""
+    """For Muon: how the update is scaled according to the shape of the matrix."""
 
 
 class Optimizer(Options, section="optimizer", refuses=groups.optimizer):
@@ -79,13 +79,13 @@ class Optimizer(Options, section="optimizer", refuses=groups.optimizer):
     """Learning rate after the warm-up."""
 
     beta1: FractionBelowOne = 0.9
-    """Of Adam and AdamW: decay of the first moment."""
+    """For Adam and AdamW: decay of the first moment."""
 
     beta2: FractionBelowOne = 0.95
-    """Of Adam and AdamW: decay of the second moment."""
+    """For Adam and AdamW: decay of the second moment."""
 
     eps: NaturalFloat = 1e-8
-    """Of Adam and AdamW: added to the denominator of the update."""
+    """For Adam and AdamW: added to the denominator of the update."""
 
     weight_decay: NaturalFloat = 0.1
     """Weight decay. Vectors, norms and parameters that a model marks `_no_weight_decay` have none, unless decay_all is
@@ -95,16 +95,16 @@ class Optimizer(Options, section="optimizer", refuses=groups.optimizer):
     """Apply weight_decay to every parameter, norms, biases and marked ones included."""
 
     momentum: FractionBelowOne = 0.95
-    """Of Muon: decay of the momentum."""
+    """For Muon: decay of the momentum."""
 
     nesterov: bool = True
-    """Of Muon: Nesterov's momentum."""
+    """For Muon: Nesterov's momentum."""
 
     ns_steps: NewtonSchulzSteps = 5
-    """Of Muon: steps of the Newton-Schulz iteration."""
+    """For Muon: steps of the Newton-Schulz iteration."""
 
     adjust_lr_fn: ScaleRule = "match_rms_adamw"
-    """Of Muon: factor of the update of a matrix [A, B]: 0.2 sqrt(max(A, B)), which suits AdamW's learning rates
+    """For Muon: factor of the update of a matrix [A, B]: 0.2 sqrt(max(A, B)), which suits AdamW's learning rates
     (Moonlight, "match_rms_adamw"), or sqrt(max(1, A / B)) (Keller Jordan, "original")."""
 
     load_balance_coeff: NaturalFloat | None = None
@@ -112,7 +112,7 @@ class Optimizer(Options, section="optimizer", refuses=groups.optimizer):
     has such biases. 0: the biases are not changed."""
 
     implementation: Literal["for-loop", "foreach", "fused", "fused_opt_states_bf16"] = "fused"
-    """Of Adam and AdamW: one kernel for all parameters ("fused"), several for all parameters ("foreach"), or several for
+    """For Adam and AdamW: one kernel for all parameters ("fused"), several for all parameters ("foreach"), or several for
     each parameter ("for-loop"); "fused_opt_states_bf16" is "fused" with moments in bfloat16 (CUDA)."""
 
     groups: tuple[OptimizerGroup, ...] = ()
@@ -144,9 +144,9 @@ class Loss(Options, section="loss", refuses=groups.loss):
     """The cross entropy of the next token, and how it is computed."""
 
     fused: bool | None = None
-    """Compute the loss in the head, chunk by chunk, so that only a chunk of logits exists at a time; unset: if the head is
-    a plain Linear (no float8, no adapters) and the model changes its logits only in ways that its config names, such as a
-    soft cap."""
+    """Compute the loss in the head, chunk by chunk, so that only a chunk of logits exists at a time; unset: true if the head
+    is a plain Linear (no float8, no adapters) and the model changes its logits only in ways that its config names, such as
+    a soft cap."""
 
     chunk_tokens: PositiveInt = 512
     """Tokens in a chunk of the fused loss."""

@@ -77,8 +77,9 @@ class TensorParallel(Options):
     vocabulary."""
 
     expert_capacity_factor: PositiveFloat | None = None
-    """Under expert parallelism: of each rank's tokens, an expert takes at most this factor times the mean number of
-    tokens per expert; the rank drops the others, which are the last ones of its batch. Unset: none is dropped."""
+    """Under expert parallelism: an expert takes from each rank at most this factor times the mean number of tokens per
+    expert. Tokens above this limit, the last ones for this expert in the rank's batch, are dropped for this expert.
+    Unset: none is dropped."""
 
     enable_async_tensor_parallel: bool = False
     """Overlap tensor-parallel communication with the matrix products (CUDA, compiled model, sequence parallel)."""
@@ -126,7 +127,7 @@ class FSDP2(Options):
     """FSDP modules that are gathered ahead in the forward; 0: none."""
 
     fsdp_backward_prefetch: NaturalInt = 0
-    """FSDP modules that are gathered ahead in the backward; 0: torch's own rule, which is one."""
+    """FSDP modules that are gathered ahead in the backward; 0: torch's default, one module."""
 
     fsdp_towers: Literal["blocks", "root"] = "blocks"
     """Whether each block of a vision tower is an FSDP module ("blocks"), or the tower belongs to the root module ("root").
@@ -170,7 +171,7 @@ class Offload(Options):
     """Under FSDP2: keep parameters, gradients and optimizer states in CPU memory between uses."""
 
     pin_cpu_memory: bool | None = None
-    """Under enable_cpu_offload: use page-locked memory; unset: if there is an accelerator."""
+    """Under enable_cpu_offload: use page-locked memory; unset: true if there is an accelerator."""
 
 
 class Autocast(Options):
@@ -190,7 +191,7 @@ class DDP(Options, section="ddp"):
     bucket."""
 
     find_unused_parameters: bool = False
-    """Look in each forward for parameters that the loss does not depend on, for whose gradients DDP would wait."""
+    """Find in each forward the parameters that the loss does not depend on; otherwise DDP waits for their gradients."""
 
     static_graph: bool = False
     """Promise that every step uses the same parameters equally often; DDP records this in the first step. Needs

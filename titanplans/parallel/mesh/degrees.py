@@ -5,7 +5,7 @@ from typing import Any
 from titanplans.errors import ParallelError
 
 NOT_FOR_DDP = (
-    "DDP can't replicate split layers; take FSDP2Config with dp_replicate at the number of replicas and dp_shard at 1, "
+    "DDP can't replicate split layers; use FSDP2Config with dp_shard = 1 and dp_replicate set to the number of replicas, "
     "which sums gradients over the replicas as DDP does"
 )
 
@@ -33,5 +33,5 @@ def refuse_degrees(degrees: Any, *, ddp: bool = False, stage: bool = False) -> N
     if ddp and degrees.dp_shard > 1:
         raise ParallelError(
             f"ddp with dp_shard = {degrees.dp_shard}: DDP shards nothing; set dp_shard to 1 and dp_replicate to "
-            f"{degrees.dp_shard * degrees.dp_replicate}, or take FSDP2Config"
+            f"{degrees.dp_shard * degrees.dp_replicate}, or use FSDP2Config"
         )

@@ -68,7 +68,7 @@ class SharedParameters:
             self._sum(list(names), grads)
 
     def _sum(self, stages: Sequence[int], grads: Mapping[int, torch.Tensor]) -> None:
-        """Replace each of `grads`, by stage index, by the sum over all `stages` that hold the parameter."""
+        """Replace each gradient in `grads` (keyed by stage index) with the sum over all `stages` that hold the parameter."""
         like = next(iter(grads.values()))
         buffers = {i: grads[i].contiguous() if i in grads else torch.empty_like(like) for i in stages}
         elsewhere = {i: self._ranks[i] for i in stages if i not in grads}

@@ -1,7 +1,7 @@
 """`titanplans export`: convert a distributed checkpoint, or adapters and their base weights, to a Hugging Face folder.
 
 It runs in one process on a CPU, tensor by tensor. Memory holds the largest tensor, or the tensors that transformers' format
-combines into one.
+combines into one; with --adapter, it holds all adapters.
 """
 
 import os
@@ -74,14 +74,14 @@ def export(
             parameter names; or a folder with peft's adapters.
         folder: where to write; must not exist.
         config: a config.json, or its folder; None: the manifest's config.
-        dtype: of the floating-point tensors; None: as saved.
+        dtype: dtype of the floating-point tensors in the files; None: as saved.
         max_shard_size: largest size of a file, in bytes or as "500MB".
-        tokenizer: a folder with a tokenizer; None: the one that the manifest names, if it exists.
-        chat_template: a Jinja file that replaces the tokenizer's template; None: the one that the manifest names.
+        tokenizer: a folder with a tokenizer; None: the job's tokenizer, or else the base model's, if there is one.
+        chat_template: a Jinja file that replaces the tokenizer's template; None: the job's template.
         adapter: write only the adapters, in peft's format.
         base: for a checkpoint of adapters only, a Hugging Face folder or a step-N folder with the base weights; None: the
             folder that the manifest or peft's config names.
-        title: of the model card: a repository on the Hub; None: the folder's name.
+        title: title of the model card, such as the name of a repository on the Hub; None: the folder's name.
 
     Raises:
         ConfigError, ModelError: the checkpoint is damaged or of another model, options don't fit it, or `folder` exists.
@@ -100,7 +100,7 @@ def export(
         )
     if adapter and (tokenizer or chat_template):
         option = "--tokenizer" if tokenizer else "--chat-template"
-        raise ConfigError(f"{what}: a folder of --adapter has no tokenizer; remove {option}")
+        raise ConfigError(f"{what}: --adapter writes no tokenizer; remove {option}")
     if adapter:
         assert source.adapted_model is not None
         values = {
@@ -122,15 +122,16 @@ def export(
         adapters = named_adapted(source.adapted_model)
         if any(map(is_quantised, adapters.values())):
             note = (
-                "; added to weights rounded to NF4: --adapter, and then an export of that folder, adds to the unrounded "
-                "base weights"
+                "; the adapters were added to base weights rounded to NF4. To add them to the unrounded weights, export "
+                "with --adapter, then export that folder"
             )
         if source.is_adapter_only:
             base_folder = _require_base(source.base, what)
             overrides = source.manifest.job.get("model.config_overrides", ()) if source.manifest else ()
             plain = modeling.build(source.config)
             base_tensors = base_weights(plain, base_folder, f"{what}: {base_folder}", overrides)
-            # The base weights of a job get at least the dtype of its adapters. With peft's files it is the one asked for.
+            # Cast base weights to a dtype at least as wide as that of the job's adapters. peft's folder has no job: cast to
+            # a dtype at least as wide as --dtype, if it is set.
             factor_dtypes = (tensor.dtype for name, tensor in weights.items() if is_factor(name))
             least_dtype = to_dtype if source.manifest is None else next(factor_dtypes)
             weights = add_base_weights(weights, base_tensors, adapters, least_dtype)
@@ -139,7 +140,7 @@ def export(
     template = None if tokenizer is None else chat_template or _chat_template(source, what)
     if chat_template is not None and tokenizer is None:
         raise ConfigError(
-            f"{what}: --chat-template belongs to a tokenizer, but there is none; name one by --tokenizer"
+            f"{what}: --chat-template belongs to a tokenizer, but there is none; pass a tokenizer's folder with --tokenizer"
         )
     template_text = None if template is None else _read_template(template, what)
     with written_atomically(folder) as directory:
@@ -153,13 +154,15 @@ def export(
             chat_template=template_text,
         )
         write_model_card(directory, title or folder.name, source.config, source.manifest)
-    tokenizer_text = f"the tokenizer of {tokenizer}" if tokenizer else "no tokenizer: --tokenizer names one"
+    tokenizer_text = (
+        f"the tokenizer of {tokenizer}" if tokenizer else "no tokenizer (pass one with --tokenizer)"
+    )
     tokenizer_text += f" with the chat template {template}" if template else ""
     return f"{folder}: {describe_size(folder)}, {tokenizer_text}{note}"
 
 
 class _ExportSource(NamedTuple):
-    """A checkpoint, or a folder of peft's, that is exported."""
+    """The checkpoint, or the folder with peft's adapters, to export."""
 
     weights: dict[str, LazyTensor]
     config: PretrainedConfig
@@ -202,7 +205,9 @@ def _config_and_manifest(config_path: str | None, folder: Path) -> tuple[Pretrai
     kernels.install("cpu")
     manifest = read_manifest(folder) if os.path.isfile(folder / MANIFEST) else None
     if manifest is None and config_path is None and not os.path.isfile(folder / "config.json"):
-        raise ConfigError(f"export {folder}: it has no {MANIFEST}, which names the model; give its --config")
+        raise ConfigError(
+            f"export {folder}: it has no {MANIFEST}, which names the model; pass the model's config with --config"
+        )
     if manifest is None or config_path is not None:
         config = modeling.load_config_file(config_path or folder)
         if manifest is not None and (changes := describe_model_changes(manifest.model, config)):
@@ -219,8 +224,10 @@ def _config_and_manifest(config_path: str | None, folder: Path) -> tuple[Pretrai
 def _require_base(base: str | None, what: str) -> Path:
     """Return the folder of the base weights; raise a ConfigError if it is unknown or does not exist."""
     if base is None or not os.path.isdir(base):
-        reason = "nothing names the folder of their base weights" if base is None else f"there is no {base}"
-        raise ConfigError(f"{what}: it holds only adapters, and {reason}; name it by --base")
+        reason = "nothing names their base weights" if base is None else f"there is no {base}"
+        raise ConfigError(
+            f"{what}: it holds only adapters, and {reason}; pass the folder of their base weights with --base"
+        )
     return Path(base)
 
 
@@ -242,7 +249,7 @@ def _chat_template(source: _ExportSource, what: str) -> str | None:
     if len(templates) > 1:
         names = " and ".join(sorted(template or "the tokenizer's own" for template in templates))
         raise ConfigError(
-            f"{what}: its sources were formatted by several chat templates ({names}); name one by --chat-template"
+            f"{what}: its sources were formatted by several chat templates ({names}); pass one with --chat-template"
         )
     return next(iter(templates), None)
 
@@ -253,7 +260,7 @@ def _read_template(path: str, what: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise ConfigError(
-            f"{what}: the chat template {path} can't be read ({reason}); name a Jinja file by --chat-template"
+            f"{what}: the chat template {path} can't be read ({reason}); pass a Jinja file with --chat-template"
         ) from error
 
 

@@ -29,7 +29,8 @@ def init_logging(rank: int) -> None:
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     silence(training=rank == 0)
-    # It warns of redistributions in several steps, which is advice for authors of libraries; and torch has its own handler.
+    # DTensor's logger warns of redistributions in several steps, which only authors of libraries can act on. torch's loggers
+    # have their own handler and don't propagate, so `_is_shown` would not see these records.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     threading.excepthook = _thread_excepthook
     os.environ["KINETO_LOG_LEVEL"] = "5"  # silences the profiler's native log
@@ -47,7 +48,7 @@ class _StdoutHandler(logging.StreamHandler):
             super().handleError(record)
         elif threading.current_thread() is threading.main_thread():
             # Raise only in the main thread. The threads that save and remove checkpoints should finish their work, and the
-            # main thread's next line meets the same error.
+            # main thread gets the same error when it logs its next line.
             mute_stdout()  # buffered output would fail again when the process exits
             with name_file_in_errors("stdout"):
                 raise
@@ -60,7 +61,7 @@ def _thread_excepthook(args: threading.ExceptHookArgs) -> None:
 
 
 def _is_shown(record: logging.LogRecord) -> bool:
-    """Return whether a record is printed. This depends on its level and its logger."""
+    """Return whether a record is printed."""
     if record.levelno >= logging.ERROR:
         return True
     if record.name == "root":
