@@ -402,7 +402,7 @@ def refusals():
         cross_entropy(logits, of_tokens, 1)
 
     yield lambda: of(build(), patched), "`forward` that a library or another FusedLoss has set"
-    yield lambda: of(build(), nested), "by a library or by another FusedLoss"
+    yield lambda: of(build(), nested), "`forward` that a library or another FusedLoss has set"
     yield lambda: of(build(), hooked), "a hook has changed the gradient"
     yield lambda: of(build(), masked_after), "the labels were changed"
     yield lambda: FusedLoss(build(), chunk_tokens=0), "chunk_tokens = 0: use 1 or more"

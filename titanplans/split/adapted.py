@@ -25,7 +25,7 @@ ADAPTERS = (
     "peft's adapters work only with data parallelism (tensor_parallel_degree = 1); titanplans.add_adapters(model, "
     "LoRA(rank=8)), or [lora] in a job, works with any plan"
 )
-"""The remedy for adapters of peft, for errors."""
+"""The end of error messages about peft's adapters: what works instead."""
 
 
 class LowRank(NamedTuple):
@@ -47,7 +47,7 @@ def is_adapted(module: nn.Module) -> bool:
 
 
 def is_factor(name: str) -> bool:
-    """Whether a parameter of this name belongs to an adapter of titanplans. peft's names end with the adapter's name."""
+    """Whether a parameter with this name belongs to an adapter of titanplans; not for peft's names, which end otherwise."""
     return name.rpartition(".")[2] in FACTORS
 
 

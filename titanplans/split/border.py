@@ -61,10 +61,10 @@ class Border:
         """Bring the stream's local tensor `x` [B, L / N, D] into a region: return [B, L, D] on every rank.
 
         The gradient of the result is partial, since each rank's backward covers only its heads. The backward sums it
-        over the ranks and lays the sum out as the stream.
+        over the ranks and shards the sum as the stream is sharded.
         """
         if (dim := self.stream.dim) is None:
-            return Border.enter_full(self, x)  # in high precision, so not a subclass's method (Float8Border)
+            return Border.enter_full(self, x)  # not `self.enter_full`: Float8Border's would cast to float8
         self.stream.check_runs()
         return gather(x, dim, x.shape[dim] * self.group[1], self.group)
 

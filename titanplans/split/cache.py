@@ -1,4 +1,4 @@
-"""The names by which a forward takes and returns a cache of keys and values, or of states."""
+"""The names of the argument and of the output with which a forward takes and returns a cache."""
 
 import inspect
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ CACHES = ("cache", "past_key_values", "cache_params")
 
 
 def cache_argument(model: nn.Module) -> str | None:
-    """Return the name of the argument by which the forward of `model` takes a cache; None if it takes none of `CACHES`."""
+    """Return the name of the argument with which the forward of `model` takes a cache; None if it takes none of `CACHES`."""
     parameters = inspect.signature(model.forward).parameters
     return next((name for name in CACHES if name in parameters), None)
 

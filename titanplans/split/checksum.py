@@ -1,4 +1,4 @@
-"""A checksum of a tensor's bytes, by which ranks compare their tensors."""
+"""A checksum of a tensor's bytes, with which ranks compare their tensors."""
 
 import torch
 

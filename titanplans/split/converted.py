@@ -16,15 +16,15 @@ Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 RECIPES: tuple[Recipe, ...] = get_args(Recipe)
 
 ALIGNMENT = 16
-"""Both sizes of each matrix in a float8 product must be multiples of this: cuBLAS's and CUTLASS's kernels load 16
+"""Both sizes of each matrix in a float8 product must be multiples of this number: cuBLAS's and CUTLASS's kernels load 16
 bytes."""
 
 _PLAIN = "_plain_border"
 
 
 Crossing = Mapping[Literal["activations", "gradients"], str | None]
-"""Whether the activations that enter a region or the head, and the gradients of its output, cross its border in float8.
-None: they do, cast once for all projections and gathered as bytes. Otherwise the reason why they do not."""
+"""Whether activations that enter a region or the head, and gradients of its output, cross the border in float8.
+None: they do; they are cast once for all projections, and gathered as bytes. A string: why they do not."""
 
 
 def keep_border_plain(module: nn.Module, reason: str) -> None:
@@ -51,7 +51,7 @@ def is_cast(tensor: torch.Tensor) -> bool:
 
 
 def is_quantised_by_torchao(param: torch.Tensor) -> bool:
-    """Whether `param` is a quantised tensor of torchao, other than the one that is cast when FSDP2 gathers it."""
+    """Whether `param` is a quantised tensor of torchao, other than a weight that is cast when FSDP2 gathers it."""
     names = {cls.__name__ for cls in type(param).__mro__ if cls.__module__.partition(".")[0] == "torchao"}
     return bool(names) and "WeightWithDynamicFloat8CastTensor" not in names
 
@@ -73,7 +73,7 @@ def recipe_of(model: nn.Module) -> Recipe | Literal["none"]:
         if recipe is None:
             raise PlanError(
                 f"{name} (Float8Linear) has a config that matches none of {', '.join(RECIPES)}, so no plan can split "
-                "it: convert the model with one of these recipes, or leave this module out"
+                "it: convert the model with one of these recipes, or do not convert this module"
             )
         first_with.setdefault(recipe, name)
     if len(first_with) > 1:

@@ -13,9 +13,9 @@ _KINDS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def check_groups(module: nn.Module, style: ParallelStyle) -> None:
-    """Let a convolution with groups raise PlanError when its input has another number of channels than its `groups` count.
+    """Let a convolution with groups raise PlanError if its input does not have the number of channels that `groups` implies.
 
-    It is checked at the call, since a mixer's kernel may use the weight without calling the module, and then `groups`
+    The check is made at the call, since a mixer's kernel may use the weight without calling the module, and then `groups`
     does not matter.
     """
     has_torch_forward = type(module).forward in [kind.forward for kind in _KINDS]

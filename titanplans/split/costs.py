@@ -1,4 +1,4 @@
-"""The collectives that a call of a module with a style needs at least.
+"""The least collectives that a call of a module with a style needs.
 
 A style returns them (`Style.sends`), and `titanplans.observe` compares them with those that a step issues.
 """
@@ -13,10 +13,10 @@ class ExpectedCollective(NamedTuple):
     """A collective of the forward, and the collective of its backward."""
 
     forward: tuple[str, ...]
-    """The operation, or several of which one is expected; () for none."""
+    """Operations, one of which is expected; () if none is."""
     backward: tuple[str, ...]
     elements: int
-    """The number of elements of the full tensor, at most."""
+    """The largest possible number of elements of the full tensor."""
 
 
 class Call(NamedTuple):
@@ -28,7 +28,7 @@ class Call(NamedTuple):
     """The sequence dimension, if the input is sharded along it; None if the input is full."""
     degree: int
     exchanged_rows: int = 0
-    """Rows, over all ranks, in the all-to-all of tokens for heads at this product's input or output; 0: there is none."""
+    """Rows of all ranks in the all-to-all that exchanges tokens for heads at this product's input or output; 0: none."""
 
     @property
     def tokens(self) -> int:

@@ -28,19 +28,19 @@ from titanplans.torch_private.dispatch import disabled_torch_function
 from titanplans.torch_private.dtensor import gradient_with_spec, local_tensor, spec_as, spec_of, with_spec
 from titanplans.torch_private.threads import DTensorSpec
 
-# 1. How a rank's local tensor follows from a parameter.
+# 1. How a rank gets its local tensor from a parameter.
 
 
 class ParameterMesh(NamedTuple):
     """The mesh of a module's parameters, and which of its dimensions a `Layout` describes."""
 
     mesh: DeviceMesh | None
-    """The mesh of the DTensors; the layouts describe its last dimension. None: parameters stay plain tensors, and data
+    """The mesh of the DTensors; layouts describe its last dimension. None: parameters stay plain tensors, and data
     parallelism sums their gradients."""
     replica_dims: int = 0
     """Number of leading dimensions over which parameters are replicated, with partial gradients."""
     has_layout_dim: bool = True
-    """A dimension follows that the layouts describe; False: parameters are replicated over all dimensions."""
+    """Whether the mesh has a dimension that layouts describe; False: parameters are replicated over all dimensions."""
 
     def placements(self, layout: Layout) -> tuple[Placement, ...]:
         """Return the placements of a parameter with this layout."""
@@ -58,7 +58,7 @@ class MixerSlice(NamedTuple):
     ranges: tuple[tuple[int, int], ...]
     """First row and size of each run of rows; () for all rows."""
     divided_by: int = 1
-    """All CP ranks add the parameter before a reduction, so each adds it divided by their number."""
+    """Number of CP ranks, if all of them add the parameter before a reduction, so that each has to add a fraction of it."""
 
 
 class GradientSpec:
@@ -89,7 +89,7 @@ class GradientSpec:
 
 
 class LocalSpec(NamedTuple):
-    """How this rank's local tensor follows from one parameter, and the gradient's DTensor from the local gradient."""
+    """How to get this rank's local tensor from one parameter, and the gradient's DTensor from the local gradient."""
 
     layout: Layout
     gradient: tuple[Placement, ...]
@@ -253,8 +253,8 @@ def with_locals_in_forward(cls: type[nn.Module], names: tuple[str, ...]) -> type
 def local_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
     """Return the local tensor of the parameter `name`, also if it is deferred; the parameter itself if it is not split.
 
-    A DTensor that enters an `autograd.Function` stays a DTensor, whose `data_ptr()` is null, so a Triton kernel needs
-    this.
+    A Triton kernel needs the local tensor: a DTensor that enters an `autograd.Function` stays a DTensor, whose
+    `data_ptr()` is null.
 
     Raises:
         ParallelError: the parameter was replaced by a plain tensor.
@@ -317,7 +317,7 @@ def _finish(local: torch.Tensor, param: DTensor, spec: LocalSpec) -> torch.Tenso
 def _slice_for_mixer(
     local: torch.Tensor, param: torch.Tensor | None, spec: LocalSpec, state: SplitState
 ) -> torch.Tensor:
-    """Return the part of `local` that a CP rank uses in a mixer; all of it in products with its local tokens."""
+    """Return the slice of `local` that a CP rank uses in a mixer; all of `local` in products with its local tokens."""
     if (mixer_slice := spec.mixer_slice) is None or state.uses_all_rows:
         return local
     if mixer_slice.divided_by > 1:
@@ -334,7 +334,7 @@ def add_deferred_bias(module: nn.Module, output: torch.Tensor) -> torch.Tensor:
     return output if bias is None else output + bias
 
 
-# 4. The local tensors of a block, made together.
+# 4. All local tensors of a block, made in one autograd node.
 
 Holders = list[tuple[nn.Module, tuple[str, ...]]]
 """Modules inside a block, and the names of their parameters whose local tensors are made together."""
@@ -343,11 +343,11 @@ Holders = list[tuple[nn.Module, tuple[str, ...]]]
 def localize_blocks_at_once(blocks: Iterable[nn.Module]) -> None:
     """Make all local tensors of each of the split `blocks` when its forward begins, in one autograd node.
 
-    One node for all local tensors halves their host time. Each is made once in a forward, however often it is asked for, and
-    the gradients of a block are passed on together, at the end of its backward.
+    One node for all local tensors halves their host time. Each local tensor is made once in a forward, however often the
+    module's code reads it, and the gradients of a block are passed on together, at the end of its backward.
 
-    A local tensor is still made alone, when it is asked for, if the parameter is outside of blocks, if the block is
-    compiled, if gradients are off, if it needs a collective, and if an FSDP module inside the block has not gathered the
+    A local tensor is still made alone, when it is read, if the parameter is outside of blocks, if the block is compiled, if
+    gradients are off, if the local tensor needs a collective, or if an FSDP module inside the block has not gathered the
     parameter yet.
     """
     for block in blocks:
@@ -456,7 +456,7 @@ def _refuse_draw(name: str) -> Any:
             return getattr(torch.Tensor, name)(self, *args, **kwargs)
         raise PlanError(
             f"weight.{name}() on a split model would fill only this rank's local tensor, so that shards get equal "
-            "numbers or replicas different ones: call titanplans.modeling.initialize(model, seed=0), or fill it "
+            "numbers, or replicas different ones: call titanplans.modeling.initialize(model, seed=0), or fill it "
             "before the split, or load full tensors with model.load_state_dict"
         )
 
@@ -464,7 +464,7 @@ def _refuse_draw(name: str) -> Any:
 
 
 class LocalData(torch.Tensor):
-    """This rank's local tensor of a parameter. It computes as a plain tensor, without the cost of `__torch_function__`.
+    """This rank's local tensor of a parameter. Operations see a plain tensor, without the cost of `__torch_function__`.
 
     It refuses random fills, such as those of `torch.nn.init`: with one seed all ranks would get equal heads, with
     different seeds unequal replicas.

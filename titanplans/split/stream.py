@@ -86,9 +86,8 @@ class Stream:
         # Noted here, because gradients are off inside a reentrant checkpoint.
         self._in_full, self._trains = False, torch.is_grad_enabled()
         if length is not None:
-            self._refuse_unequal(
-                length
-            )  # refused this early, since a compiled first block can't raise the error
+            # Refused this early, since a compiled first block can't raise the error.
+            self._refuse_unequal(length)
 
     def decide_sharding(self, length: int) -> None:
         """Decide whether the current forward, of `length` tokens, is sharded or runs in full.
@@ -106,8 +105,8 @@ class Stream:
         if self._trains and length % self.shards:
             without = "" if self.tokens.ranks > 1 else ", or set sequence_parallel = False"
             raise PlanError(
-                f"a sequence length of {length} is not a multiple of {self.shards}, the number of ranks that shard a sequence "
-                f"in training: pad sequences to a multiple of {self.shards} (pad_to_multiple_of of a collator, "
+                f"a sequence length of {length} is not a multiple of {self.shards}, the number of ranks that shard a "
+                f"sequence in training: pad sequences to a multiple of {self.shards} (pad_to_multiple_of of a collator, "
                 f"training.seq_len of a job){without}; forwards under torch.no_grad() may have any length"
             )
 

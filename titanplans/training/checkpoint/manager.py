@@ -1,4 +1,4 @@
-"""`CheckpointManager` saves and loads a job with torch's distributed checkpoints. Start at `save` and `load`.
+"""`CheckpointManager` saves and loads a job's state with torch's distributed checkpoints. Start at `save` and `load`.
 
 `resume.py` decides what is loaded. `folder.py` gives a checkpoint its name once it is complete.
 """
@@ -86,15 +86,14 @@ class CheckpointManager:
         self._saves = self.options.enable and not self.options.load_only
         self._saved_step: int | None = None
         self._job_values, self._hf_config = job_values(job), hf_config
-        # Saves in the background need a separate process group, since their thread must not use the one of training.
+        # Background saves need their own process group, since their thread must not use the training loop's group.
         is_async = self._saves and self.options.async_mode != "disabled"
         self._group = dist.new_group(backend="gloo") if is_async else None
         self._saving: Future | None = None
         self._staging: Future | None = None
         self._stager: DefaultStager | None = None
-        self._remover = ThreadPoolExecutor(
-            1
-        )  # its thread is started when the first old checkpoint is removed
+        # Its thread is started when the first old checkpoint is removed.
+        self._remover = ThreadPoolExecutor(1)
         self._chat_template: str | None = None
         if not self._saves:
             return
@@ -136,7 +135,7 @@ class CheckpointManager:
     def _save(self, step: int, *, is_last: bool) -> None:
         if not self.is_finite():
             raise Diverged(
-                f"step {step} is not saved: since the last checkpoint a loss, a gradient's norm or a weight was not "
+                f"step {step} is not saved: since the last checkpoint a loss, a gradient norm or a weight was not "
                 f"finite; {self.resume_point()}. Start the job again with a lower optimizer.lr or more "
                 "lr_scheduler.warmup_steps"
             )
@@ -170,7 +169,7 @@ class CheckpointManager:
         writer = CheckpointWriter(folder.checkpoint_path(self.path, step), manifest)
         self._refuse_full(state)
         # An asynchronous save leaves its copies of the state in reference cycles. In the training loop automatic collection
-        # is off, and the loop's own collections visit only young objects. The copies are old by the time they are written.
+        # is off, and the loop's own collections visit only young objects, but these copies are old once they are written.
         gc.collect()
         with self._raise_one_line(f"step {step} can't be saved in {self.path}"):
             if mode == "disabled":
@@ -232,7 +231,7 @@ class CheckpointManager:
         note = ""
         if self._job_values.get("lora.quantize_base") is not None:
             note = (
-                "; adapters were merged into the base weights as rounded to NF4; to merge them into the unrounded weights, "
+                "; adapters were merged into base weights rounded to NF4; to merge them into the unrounded weights, "
                 f"export {ADAPTER}/"
             )
         _log.info(f"{checkpoint} is a Hugging Face folder, in {self.options.export_dtype}{note}")
@@ -317,7 +316,7 @@ class CheckpointManager:
         if not is_own and (adapter := self.options.initial_adapter_path) is not None:
             for model in self.models:
                 load_adapter(model, adapter)
-            _log.info(f"the adapters are those of {adapter}")
+            _log.info(f"the adapters are loaded from {adapter}")
 
     def load_weights(self, source: Path) -> int:
         """Load only the weights of a folder step-N or a Hugging Face folder; return its step, or 0 if it has no manifest.
@@ -345,10 +344,10 @@ class CheckpointManager:
         self._load_distributed(checkpoint, {**self._weights(), **states})
 
     def _load_distributed(self, checkpoint: Path, state: dict[str, Any]) -> None:
-        """Load `state` from a distributed checkpoint; with save_adapters_only, first load the base weights elsewhere."""
+        """Load `state` from a distributed checkpoint; with save_adapters_only, load the base weights first."""
         if self.options.save_adapters_only and checkpoint.parent == self.path:
             base = resolve.hf_weights_folder(self.job) or self.options.initial_load_path
-            _log.info(f"the base weights are those of {base}")
+            _log.info(f"the base weights are loaded from {base}")
             self.load_weights(Path(str(base)))
         with self._raise_one_line(f"{checkpoint} can't be loaded"):
             reader = CheckpointReader(checkpoint)
@@ -384,7 +383,7 @@ class CheckpointManager:
 
     @contextmanager
     def _raise_one_line(self, what: str) -> Iterator[None]:
-        """Replace torch's CheckpointException, which it raises on all ranks if one failed, with an error of one line.
+        """Replace the CheckpointException that torch raises on all ranks if one has failed with an error of one line.
 
         The line begins with `what`.
         """
@@ -403,7 +402,7 @@ class CheckpointManager:
 
 
 class SavedOptimizerState:
-    """Loads the optimizer states that a checkpoint has; other parameters begin with a new state.
+    """Loads the optimizer states that a checkpoint has. Parameters without a saved state begin with a new one.
 
     Parameters that had no gradient before the save, e.g. those of a vision tower after text-only batches, have no state in
     the checkpoint.
@@ -417,7 +416,7 @@ class SavedOptimizerState:
         self._optimizers, self._parameters = optimizers, parameters
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizers' state, into which a checkpoint is loaded, without parameters that the checkpoint lacks."""
+        """Return the optimizers' state, without parameters that the checkpoint lacks; a checkpoint is loaded into it."""
         state = self._optimizers.state_dict()
         parameter_of = {
             key: key.removeprefix("state.").rpartition(".")[0] for key in state if key.startswith("state.")
