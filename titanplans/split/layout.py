@@ -34,7 +34,7 @@ class StreamLayout(NamedTuple):
 
 
 class SharedHeads(NamedTuple):
-    """A section of a packed parameter whose heads neighbouring ranks share if there are fewer heads than ranks.
+    """A section of a packed parameter. If it has fewer heads than there are ranks, neighbouring ranks share a head.
 
     With one head, every rank uses the full section.
     """
@@ -93,12 +93,12 @@ class Layout(NamedTuple):
     """The layout of one parameter, and of its gradient, on a 1-D mesh.
 
     If each rank uses one even shard, the placement is `Shard`. For a packed parameter (queries, keys and values in one
-    weight), or one whose heads ranks share, a rank uses other rows. Such a parameter is stored with a placement that DTensor
-    can express, so that `full_tensor`, FSDP2, optimizers and checkpoints see its values in the order of the unsplit model. A
-    rank selects its `rows` when its code asks for the parameter:
+    weight), or one with fewer heads than ranks, a rank uses other rows. Such a parameter is stored with a placement that
+    DTensor can express, so that `full_tensor`, FSDP2, optimizers and checkpoints see its values in the order of the unsplit
+    model. A rank selects its `rows` when its code reads the parameter:
 
         placement                 a rank's rows come     gradient
-        Replicate                 from the local copy    Partial
+        Replicate                 from its replica       Partial
         Shard(another dimension)  by an all-to-all       by an all-to-all in reverse
     """
 

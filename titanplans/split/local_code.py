@@ -166,7 +166,7 @@ def _rebind(function: FunctionType, name: str, local: Any, ranks: HeadRanks) -> 
 
 
 def count_once(function: Callable[..., Any], ranks: HeadRanks) -> Callable[..., Any]:
-    """Wrap `function` of replicated tensors: divide its gradient by the number of TP ranks, which sum equal gradients.
+    """Wrap `function`, which gets replicated tensors: divide its gradient by the number of TP ranks, which sum it.
 
     For an additional loss, such as the load balancing of a router inside a region. Each CP rank's loss is partial, so the
     value is also divided by the number of CP ranks.
@@ -202,7 +202,7 @@ def sum_over_ranks(function: Callable[..., torch.Tensor], ranks: HeadRanks) -> C
 def full_width_norm(function: Callable[..., Any], ranks: HeadRanks) -> Callable[..., torch.Tensor]:
     """Wrap a function that fuses a root-mean-square norm with the next product, for a width that is split over the ranks.
 
-    `function` takes `x` [..., width] and `eps`, and may gate after the norm, as FLA's `rms_norm_linear` and
+    `function` takes `x` [..., width] and `eps`, and may gate after the norm, like FLA's `rms_norm_linear` and
     `rms_norm_swish_gate_linear`. Its output is multiplied by slice RMS / full RMS, as in `SplitNorm`.
 
     The wrapped function raises:

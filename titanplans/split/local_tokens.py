@@ -25,7 +25,7 @@ class GatherPermission(NamedTuple):
     key: str = ""
     """The plan key of that style."""
     source: str = ""
-    """The token-wise module whose output the sequence is; "" if it is the input of the region."""
+    """The token-wise module that returned the sequence; "" if the sequence is the region's input."""
 
     def check(self, function: str) -> None:
         """Refuse a function that needs the tokens of other ranks, unless the plan permits to gather them.

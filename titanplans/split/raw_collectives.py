@@ -23,13 +23,13 @@ def group_of(mesh: DeviceMesh) -> Group:
     return mesh.get_group().group_name, mesh.size()
 
 
-# The operators themselves, since the names of their Python wrappers change between releases of torch.
+# Use the operators themselves, since the names of their Python wrappers change between releases of torch.
 _c10d = torch.ops._c10d_functional
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _options(options: Any, operation: dist.ReduceOp.RedOpType | None = None) -> Any:
-    """Set the options of a collective whose result is ready on return, on a GPU for the current stream."""
+    """Set the options of a collective whose result can be used on return, on a GPU by the current stream."""
     options.asyncOp = False
     if operation is not None:
         options.reduceOp = operation
@@ -51,7 +51,8 @@ def _uses_operators(x: torch.Tensor) -> bool:
 
     A direct call of the backend costs the host less than half of an operator. But a compiler, and a mode that watches
     dispatch (a recorder, selective checkpointing, fake tensors), know only the operators, which issue the same collective on
-    the same bytes. The backend can't take complex numbers. It is looked up in each call, since a restart makes new groups.
+    the same bytes. The backend can't take complex numbers. It is looked up in each call, since a
+    restart makes new groups.
     """
     if torch.compiler.is_compiling():
         return True

@@ -28,15 +28,15 @@ class SplitState:
     """Its plan key."""
     style: ParallelStyle | None = None
     local_specs: dict[str, Any] = field(default_factory=dict)
-    """How this rank's local tensors follow from its parameters, by name (`titanplans.split.module_weight.LocalSpec`)."""
+    """How to get this rank's local tensors from the parameters, by name (`titanplans.split.module_weight.LocalSpec`)."""
     block_locals: dict[str, torch.Tensor] = field(default_factory=dict)
     """Local tensors made when the forward of the module's block begins, and dropped when it ends."""
     forward_locals: dict[str, torch.Tensor] | None = None
-    """Local tensors that its own forward has asked for; None outside of its forward."""
+    """Local tensors that the module's forward has read so far; None outside of its forward."""
     border: Border | None = None
     """The border of the residual stream; set on the model and on the embedding."""
     uses_all_rows: bool = False
-    """The module now multiplies local tokens by all rows that this rank stores, not only by its own in a mixer."""
+    """The module now multiplies local tokens by all rows that this rank stores, not only by those used in a mixer."""
     heads: Any = None
     """How a projection's output or input is exchanged between context-parallel ranks (`titanplans.split.tokens`)."""
     exchanges: bool = False

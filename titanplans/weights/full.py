@@ -82,7 +82,7 @@ def load_full_optimizer_state_dict(
 ) -> None:
     """Load a state that `gather_full_optimizer_state_dict` returned for the same model, split in any way.
 
-    A parameter that had no gradient when the state was gathered has no state in it, nor afterwards.
+    A parameter that had no gradient when the state was gathered has no entry in it, and no state after the load.
 
     Args:
         model: the model whose parameters are optimized.

@@ -19,7 +19,7 @@ from titanplans.weights.lazy import LazyTensor, lazy_tensors
 def gather(
     model: nn.Module, *, only: Callable[[str], bool] = lambda name: True
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and the full tensor of each parameter and persistent buffer, of tied ones only the first name.
+    """Yield the name and the full tensor of each parameter and persistent buffer; tied ones only under the first name.
 
     Collective: every rank must iterate over all of them. Rank 0 gets tensors on the CPU, the others get tensors on meta.
     Each rank needs memory for one full tensor on the model's device.

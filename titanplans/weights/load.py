@@ -92,8 +92,8 @@ def load_weights(
     check_tied_copies(match.tied_copies, match.tensors, match.tied, opened.path)
     writer = Writer(model, targets, match.tied)
     for name, lazy in match.tensors.items():
-        writer.write(name, cast(torch.Tensor, lazy))  # its functions on tensors accept lazy ones
-    # These are buffers that no folder has, and adapters. Codes and scales of NF4 have been written with their weight.
+        writer.write(name, cast(torch.Tensor, lazy))  # the functions that it calls accept lazy tensors
+    # `others` are buffers that no folder has, and adapters. Codes and scales of NF4 have been written with their weight.
     others = writer.unwritten.keys() - match.tied.keys() - set(match.missing)
     others = {name for name in others if not name.endswith((nf4.CODES, nf4.SCALES))}
     initialize(model, seed=seed, only=others)

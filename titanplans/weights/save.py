@@ -153,7 +153,7 @@ def write_folder(
 def check_names(plain: PreTrainedModel, tensors: Mapping[str, torch.Tensor | LazyTensor]) -> None:
     """Refuse tensors whose names and shapes differ from those of `plain`, a model on meta.
 
-    Of tied weights, one is enough.
+    One of several tied weights is enough.
 
     Raises:
         ModelError: names the first tensors that differ.
@@ -168,7 +168,7 @@ def check_names(plain: PreTrainedModel, tensors: Mapping[str, torch.Tensor | Laz
 
 
 def _to_folder_tensors(plain: PreTrainedModel, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Return the tensors by their names in a folder, of tied ones only one; refuse those of another model, on every rank."""
+    """Return the tensors by their names in a folder, one of several tied ones; refuse another model's, on every rank."""
     check_names(plain, tensors)
     unified, copies = unify_tied(tensors, plain.all_tied_weights_keys)
     check_tied_copies(copies, unified, plain.all_tied_weights_keys, f"the {type(plain).__name__} to save")

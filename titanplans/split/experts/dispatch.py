@@ -22,7 +22,7 @@ from titanplans.split.state import make_state, specialise, subclass
 from titanplans.torch_private.autograd import in_backward
 
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""The forward of local experts. It takes hidden states [N, H], the ids of their experts [N, 1] and weights of one [N, 1]."""
+"""The forward of local experts. It takes hidden states [N, H], the ids of their experts [N, 1] and weights [N, 1], all 1."""
 
 
 class ExpertRanks(NamedTuple):
@@ -79,7 +79,10 @@ def _with_sorted_tokens(cls: type[nn.Module]) -> type[nn.Module]:
 
 @cache
 def _with_every_expert(cls: type[nn.Module]) -> type[nn.Module]:
-    """Subclass `cls`, whose forward takes every token for every expert, as zeros if not routed to it; these are not sent."""
+    """Subclass `cls`, whose forward takes every token for every expert.
+
+    Tokens that are not routed to an expert are zeros there, and are not sent.
+    """
 
     def run(self: Any, tokens: torch.Tensor, ids: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         one_hot = nn.functional.one_hot(ids[:, 0], self.num_experts)

@@ -50,8 +50,8 @@ def check_first_forward(
 class _FirstForward:
     """The hooks of the first forwards of one model.
 
-    They also retire parameters that were replaced after the split, as by `fully_shard`, since all of them are known
-    only now.
+    They also retire parameters that were replaced after the split, for example by `fully_shard`, since only now all of
+    them are known.
     """
 
     def __init__(self, mesh: DeviceMesh, distributes: bool, sum_over_cp: bool):
@@ -59,7 +59,7 @@ class _FirstForward:
         self.handles: list[Any] = []
         self.has_started = False
         self.parameters: dict[int, dict[str, nn.Parameter]] = {}
-        """The parameters after the split of each module that may be called, by the module's `id`; {} after a forward."""
+        """By `id` of each module that may be called: the parameters that it had after the split; {} after a forward."""
         self.generator_state: torch.Tensor | None = None
         """The generator's state before the first forward in training mode, and after each draw of an adapter's dropout."""
         self.has_drawn = False
@@ -125,7 +125,7 @@ def _check_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
     """Refuse a parameter that was added after the split."""
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
-            # After FSDP these names begin with those of FSDP's mesh.
+            # After FSDP the names of FSDP's mesh dimensions come first.
             names = parameter.device_mesh.mesh_dim_names
             split_names = {"cp", "tp", "ep", *(mesh.mesh_dim_names or ())}
             if names is None or mesh.mesh_dim_names is None or split_names & set(names):

@@ -83,9 +83,10 @@ def _refuse_shard_of_other_rank(loaded: DTensor, expected: DTensor, name: str, r
 
 @cache
 def _check_at_steps() -> None:
-    """Check the state of every optimizer of this process at its steps.
+    """Check the state of every optimizer of this process when it takes a step.
 
-    A global hook, because the training loop's optimizer is unknown here: Hugging Face's Trainer makes and loads its own.
+    The hook is global, because the training loop's optimizer is unknown here. Hugging Face's Trainer, for example, makes and
+    loads its own.
     """
     register_optimizer_step_pre_hook(check_optimizer_state)
 
@@ -98,7 +99,7 @@ def check_optimizer_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """
     if torch.compiler.is_compiling():  # `compile_optimizer` calls this before the compiled step
         return
-    # Checked already; load_state_dict would have made a new state.
+    # This state was checked before: load_state_dict would have made a new one.
     if optimizer.__dict__.get(_CHECKED) is optimizer.state:
         return
     for parameter, state in optimizer.state.items():

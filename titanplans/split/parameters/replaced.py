@@ -30,7 +30,7 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
 def retire_replaced(module: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
     """Retire the parameters in `before` that `module` no longer has: from then on using their `grad` raises an error.
 
-    A tensor can't tell which optimizer holds it. But every optimizer, of torch or of another library, gets `grad` before
+    A tensor can't tell which optimizer holds it. But every optimizer, of torch or of another library, reads `grad` before
     anything else, and so does gradient clipping.
     """
     now = parameters_of(module)

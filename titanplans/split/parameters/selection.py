@@ -46,7 +46,7 @@ class _FromReplica(torch.autograd.Function):
 
 
 class _FromShards(torch.autograd.Function):
-    """Rows of `dim` of a parameter that is sharded along another dimension, `sharded`: a rank stores a part of every row.
+    """Rows of `dim` of a parameter that is sharded along another dimension, `sharded`: a rank stores a slice of every row.
 
     An all-to-all needs equal sizes, so rows are padded to the first rank's count in transit.
     """

@@ -38,7 +38,7 @@ class Schedule(NamedTuple):
     stages_per_rank: range
     """The numbers of stages that a rank may have."""
     placement: Literal["loop", "v"] = "loop"
-    """Rank r of n has the stages r, n + r, ... (loop), or r and its mirror image from the end (v)."""
+    """Rank r of n has the stages r, n + r, ... (loop), or r and 2n - 1 - r (v)."""
     splits_backward: bool = False
     """A backward is split in two, and the gradients of weights fill idle steps."""
 
@@ -68,7 +68,7 @@ def schedule_of(name: str) -> Schedule:
 
 
 def stage_count(schedule: str, ranks: int, blocks: int, layers_per_stage: int | None = None) -> int:
-    """Return into how many stages `blocks` blocks are split; without `layers_per_stage`, the fewest that the schedule takes.
+    """Return the number of stages for `blocks` blocks; without `layers_per_stage`, the fewest that the schedule takes.
 
     Raises:
         ParallelError: there is no such schedule.

@@ -16,7 +16,7 @@ class SharedParameters:
     update keeps them equal bit by bit.
 
     Args:
-        names: for each such parameter, its name in each stage that holds it: the values of `Stages.shared`.
+        names: for each such parameter, its name in each stage that holds it (the values of `Stages.shared`).
         models: the models of the stages on this rank, by stage index.
         ranks: the rank of each stage in `group`.
         group: the pipeline ranks; None: all stages are on this rank.

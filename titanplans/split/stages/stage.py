@@ -109,7 +109,7 @@ class StandInBlock(AbsentModule):
 
 
 def _leaf(index: int, args: Any, kwargs: Any) -> Any:
-    """Return a leaf of the arguments of a block; the first, mostly the hidden states, without flattening them all."""
+    """Return the leaf at `index` of a block's arguments. The first one is usually the hidden states, and then returned at once."""
     if index == 0 and args and isinstance(args[0], torch.Tensor):
         return args[0]
     return tree_leaves((args, kwargs))[index]
@@ -128,7 +128,7 @@ class StandInModule(AbsentModule):
         self.name, self.width, self.calls, self._received = name, width, 0, received
         self.is_received = False
         """The latest call returned a tensor from the previous stage."""
-        # Code asks the embedding's weight for its device, and masks take its dtype; it holds no values.
+        # Some code reads the device of the embedding's weight, or its dtype for masks. This weight has no values.
         self.weight = next(module.parameters()).detach().new_empty(0)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "StandInModule":

@@ -44,7 +44,7 @@ class Returned(NamedTuple):
     constant: Any
     """A leaf that is not a tensor; None for a tensor."""
     argument: int | None
-    """The index of the leaf of the block's arguments that is this leaf, or else has its shape; None: there is none."""
+    """The index of the argument leaf that is this leaf, or else of one with the same shape; None: there is none."""
     value: Value | None
     """None: it is not a tensor, or it is an argument that the block returns unchanged."""
 
@@ -91,9 +91,9 @@ class Trace(NamedTuple):
 
 
 MOST_READS = 100_000
-"""A forward may convert this many tensors to Python numbers; on meta each is 0, so that a loop may never end."""
+"""A forward may convert this many tensors to Python numbers; on meta each number is 0, so a loop might never end."""
 LOSS_FIELDS = ("_loss", "router_logits")
-"""The suffixes of the fields that a model returns for its loss next to its logits."""
+"""Suffixes of the output fields that a model returns for its loss, next to the logits."""
 SHAPE_ALONE = frozenset(
     getattr(torch.ops.aten, name)
     for name in (
@@ -234,7 +234,7 @@ def trace(model: nn.Module, decoder: Decoder, inputs: Mapping[str, Any]) -> Trac
         raise ParallelError(f"it does not call {decoder.names[len(calls)]}: a stage runs each of its blocks")
 
     def expanded(values: frozenset[Value]) -> frozenset[Value]:
-        """Replace a value that can't be sent, of a module that every stage calls, by the values it is computed from."""
+        """Replace values of modules that every stage calls, which can't be sent, with the values they are computed from."""
         sendable = {value for value in values if value.block >= 0 or is_before(outside[value.module])}
         sources = (made_of[value] for value in values - sendable)
         return frozenset(sendable).union(*map(expanded, sources))

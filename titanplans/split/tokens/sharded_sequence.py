@@ -31,7 +31,7 @@ from titanplans.torch_private.dispatch import (
 
 CASTS = frozenset("to type_as float double half bfloat16".split())  # noqa: SIM905
 SCALES = frozenset("mul __mul__ __rmul__ div true_divide __truediv__".split())  # noqa: SIM905
-"""Functions of the sequence and of numbers."""
+"""Functions whose arguments are the sequence and numbers."""
 COPIES = frozenset("contiguous clone detach".split())  # noqa: SIM905
 VIEWS = frozenset("view view_as reshape __getitem__".split())  # noqa: SIM905
 """Functions that may return the sequence unchanged."""
@@ -64,7 +64,7 @@ class ShardedSequence(torch.Tensor):
     partial: bool
     """The sequence is a partial sum over the ranks."""
     gathered: dict[bool, torch.Tensor]
-    """The full sequence once it has been gathered; by whether gradients were enabled."""
+    """The gathered full sequence, by whether gradients were enabled; {} until it is gathered."""
 
     def to_full(self) -> torch.Tensor:
         """Return the full sequence as a plain tensor; it is gathered once."""
@@ -203,7 +203,7 @@ def _call_on_shard(name: str, x: ShardedSequence, *args: Any, **kwargs: Any) -> 
 
 
 def _in_autograd_function(args: Any) -> bool:
-    """Whether an autograd function is computing: it may save values, and write their gradient in place."""
+    """Whether an autograd function is running, which may save values and write their gradient in place."""
     return not torch.is_grad_enabled() and any(
         isinstance(x, ShardedSequence) and x.requires_grad for x in args
     )

@@ -203,7 +203,7 @@ def check_optimizer(checkpoint: Path, groups: Iterable[ParameterGroup], key: str
         key: the option that names the checkpoint, for the message.
 
     Raises:
-        ConfigError: a parameter's state is that of another optimizer (names the parameter), or there is no state at all.
+        ConfigError: a parameter's state belongs to another optimizer (names the parameter), or there is no state at all.
     """
     saved = CheckpointReader(checkpoint).read_metadata().state_dict_metadata
     if not parameters_with_state(saved):

@@ -73,8 +73,8 @@ def write_model_card(
     Args:
         folder: weights for transformers, or adapters for peft.
         title: the name of the folder, or of its repository on the Hub ("owner/name"), from which the card loads the model.
-        config: of the model.
-        manifest: of the exported checkpoint; None if it has none.
+        config: the model's config.
+        manifest: the exported checkpoint's manifest; None if it has none.
         adapted_base: if the folder holds adapters, the folder or the repository of the weights to which they belong.
     """
     job = {} if manifest is None else manifest.job

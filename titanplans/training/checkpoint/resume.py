@@ -35,13 +35,13 @@ def decide_resume(job: JobConfig, folder: Path, *, restarted: bool) -> Resume:
     """Decide what `job` loads, from its options and the checkpoints in its folder; change nothing.
 
     The first matching row of the table applies. The newest checkpoint is the one with the highest step. Step 0 is a seed:
-    weights that training starts from. A job that "draws its weights" initialises them randomly.
+    weights that training starts from.
 
     | options                 | the job's folder                             | the job                                |
     |-------------------------|----------------------------------------------|----------------------------------------|
-    | enable = false          |                                              | draws its weights                      |
+    | enable = false          |                                              | starts from random weights             |
     | create_seed_checkpoint  | has a checkpoint                             | is refused                             |
-    | create_seed_checkpoint  | is empty                                     | draws its weights                      |
+    | create_seed_checkpoint  | is empty                                     | starts from random weights             |
     | load_step = N           | has no step N                                | is refused                             |
     | load_step = N, and a    | has later steps, the newest saved by a job   | continues as with load_step = -1       |
     | launcher restarted it   | with the same load_step                      |                                        |
@@ -49,7 +49,7 @@ def decide_resume(job: JobConfig, folder: Path, *, restarted: bool) -> Resume:
     | load_only               |                                              |                                        |
     | initial_load_path or    | is empty                                     | loads these weights; with              |
     | initial_load_in_hf      |                                              | initial_load_model_only = false, all   |
-    |                         | is empty                                     | draws its weights                      |
+    |                         | is empty                                     | starts from random weights             |
     | without load_only       | newest >= training.steps                     | is finished                            |
     | load_step = N           | step N holds weights only, and N > 0         | is refused                             |
     | load_step = N           | step N holds the training state              | resumes from N                         |

@@ -136,7 +136,7 @@ def add_base_weights(
     adapters: Mapping[str, nn.Module],
     least_dtype: torch.dtype | None,
 ) -> dict[str, LazyTensor]:
-    """Return the trained tensors together with the base weights, of which those that the job had in NF4 are quantised.
+    """Return the trained tensors and the base weights. Base weights that the job had in NF4 are quantised.
 
     Args:
         trained: tensors of adapters and of other trained modules; they replace base weights of the same name.
