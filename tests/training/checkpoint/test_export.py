@@ -243,7 +243,7 @@ def test_a_refused_export_prints_one_line(job, at, tmp_path, capsys):
     for arguments, begins in (
         (("export", step, tmp_path / "there"), "export: /there already exists"),
         (("export", hf, new), f"export at/step-2: {metadata}; it already is a Hugging Face"),
-        (("export", tmp_path / "there", new), f"export /there: {metadata}; name a step-N"),
+        (("export", tmp_path / "there", new), f"export /there: {metadata}; name a folder step-N"),
         (export, "export /plain/step-1: it has no titanplans.json"),
         (
             ("export", flipped, new),

@@ -109,7 +109,7 @@ class StandInBlock(AbsentModule):
 
 
 def _leaf(index: int, args: Any, kwargs: Any) -> Any:
-    """Return the leaf at `index` of a block's arguments. The first one is usually the hidden states, and then returned at once."""
+    """Return the leaf at `index` of a block's arguments; the first leaf, usually the hidden states, without flattening."""
     if index == 0 and args and isinstance(args[0], torch.Tensor):
         return args[0]
     return tree_leaves((args, kwargs))[index]
