@@ -2,7 +2,7 @@
 
 1. local     a rank of tensor parallelism has all tokens of its TP group in a region, and sends 1 / tp of them
 2. dispatch  each pair of a token and an expert is sent, sorted by expert; with a capacity, not all pairs
-3. compute   the experts' own forward runs, with one expert per token, and weights of one
+3. compute   the experts' own forward runs, with one expert per token, and weights of 1
 4. combine   outputs are sent back in token order, weighted and summed; other tokens of the TP group are 0, so that the
              region's exit sums the ranks' outputs
 """

@@ -4,7 +4,7 @@ The code of a mixer gets a `ShardedSequence` under context parallelism. It asks 
 projections of its plan, which take the local tokens (`projections`). Functions that apply to each token by itself and need
 no other operand also work on the local tokens: casts, scaling by a number, a view in the same shape. Any other function
 needs the tokens of other ranks. They are gathered, once for all functions, if the plan permits it
-(`attn_region(may_gather=True)`); otherwise it raises.
+(`attn_region(may_gather=True)`); otherwise the function raises an error.
 
     sequence                               gathered to                         gradient of the gathered tensor
     full                                   all ranks' tokens                   partial: summed over the ranks
