@@ -214,8 +214,8 @@ def adapter_config(model: nn.Module, base_model: str | None = None) -> dict[str,
             f"rank {each.rank} with scaling {each.scaling:g}" for each in sorted(low_ranks)
         )
         raise ModelError(
-            f"peft's files hold adapters of one rank and one scaling, but the model has {adapters or 'no adapters'}: give "
-            "every adapter the same rank and alpha"
+            f"peft's files hold adapters of one rank and one scaling, but the model has "
+            f"{adapters and adapters + ': give every adapter the same rank and alpha' or 'no adapters'}"
         )
     (low_rank,) = low_ranks
     modules = named_adapted(model)
