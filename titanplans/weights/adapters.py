@@ -215,7 +215,7 @@ def adapter_config(model: nn.Module, base_model: str | None = None) -> dict[str,
         )
         raise ModelError(
             f"peft's files hold adapters of one rank and one scaling, but the model has "
-            f"{adapters and adapters + ': give every adapter the same rank and alpha' or 'no adapters'}"
+            f"{(adapters and adapters + ': give every adapter the same rank and alpha') or 'no adapters'}"
         )
     (low_rank,) = low_ranks
     modules = named_adapted(model)
