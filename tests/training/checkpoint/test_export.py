@@ -310,7 +310,7 @@ def test_the_folder_has_the_chat_template_that_the_job_trained_with(tmp_path, ca
     status, message = run(capsys, *arguments, tmp_path / "missing", "--tokenizer", tmp_path / "tokenizer")
     assert status == 2
     assert (
-        "the chat template job.jinja can't be read (No such file or directory); name a Jinja file" in message
+        "the chat template job.jinja can't be read (No such file or directory); pass a Jinja file" in message
     )
     with contextlib.chdir(tmp_path):
         assert run(capsys, *arguments, "hf") == (
