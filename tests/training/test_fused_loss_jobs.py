@@ -78,6 +78,6 @@ def test_a_fused_loss_that_is_requested_and_impossible_is_an_error():
         losses(True, doubled(language_model()))
     model = language_model()
     model.lm.lm_head = torch.nn.Sequential(model.lm.lm_head)
-    with pytest.raises(NotFused, match=r"is a Sequential, and no nn\.Linear"):
+    with pytest.raises(NotFused, match=r"is a Sequential, not an nn\.Linear"):
         losses(True, model)
     assert losses(None, model)[1] is False
