@@ -9,7 +9,8 @@ from huggingface_hub.utils import validate_repo_id
 
 from titanplans.errors import ConfigError, RunError
 
-_CARD = "README.md"
+MODEL_CARD = "README.md"
+"""The file that the Hub shows as the model's card."""
 _ERRORS = (OSError, httpx.HTTPError)
 """What huggingface_hub raises if the Hub refuses a request, or can't be reached."""
 
@@ -57,12 +58,12 @@ def push(folder: Path, repository: str, *, private: bool, message: str) -> str:
     api = HfApi()
     try:
         api.create_repo(repository, private=private, exist_ok=True)
-        has_card = _CARD in api.list_repo_files(repository)
+        has_card = MODEL_CARD in api.list_repo_files(repository)
         commit = api.upload_folder(
             repo_id=repository,
             folder_path=folder,
             commit_message=message,
-            ignore_patterns=[_CARD] if has_card else None,
+            ignore_patterns=[MODEL_CARD] if has_card else None,
             delete_patterns=["*.safetensors", "*.safetensors.index.json"],
         )
     except _ERRORS as error:

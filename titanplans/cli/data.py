@@ -38,9 +38,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--sequences", default="3", metavar="N", help="number of sequences to print; default: 3"
     )
-    parser.add_argument(
-        "--rows", help=argparse.SUPPRESS
-    )  # the name until 2026-11; its error tells the new name
+    # The former name of --sequences; its error tells the new one.
+    parser.add_argument("--rows", help=argparse.SUPPRESS)
     parser.add_argument(
         "--clean",
         action="store_true",

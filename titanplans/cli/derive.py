@@ -12,16 +12,18 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers import CONFIG_MAPPING
 from transformers import logging as transformers_logging
 
 from titanplans import kernels, modeling
+from titanplans.cli.verify.arguments import degree_list
+from titanplans.cli.verify.prepare import call_user_function
+from titanplans.cli.verify.subject import Subject, find_model
 from titanplans.derive import Derived, derive, small_configs
 from titanplans.disk import is_taken
 from titanplans.errors import ConfigError, VerifyError, did_you_mean
 from titanplans.plan.degrees import Degrees
 from titanplans.text import counted
-from titanplans.user_code import as_user_error, load_attribute
 
 _CONDITIONS = ("plain", "each", "pairs")
 
@@ -39,9 +41,7 @@ def main(argv: list[str]) -> int:
     transformers_logging.set_verbosity_error()  # notes on padding and on caches do not concern random models
     began = time.monotonic()
     make, make_other, model_type = _models(arguments.model, arguments.other)
-    degrees = (
-        None if arguments.tp is None else [Degrees(tp=int(tp), dp_shard=1) for tp in arguments.tp.split(",")]
-    )
+    degrees = None if arguments.tp is None else [Degrees(tp=degree, dp_shard=1) for degree in arguments.tp]
     derived = derive(
         make,
         arguments.name or _class_name(model_type or arguments.model.rpartition(":")[2]),
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     for note in (*_sizes(make_other), *derived.notes):
         print(f"# {note}")
     print(_verdict(derived, time.monotonic() - began))
-    if arguments.output is not None:
+    if arguments.output is not None and derived.is_proved:
         arguments.output.write_text(derived.text, encoding="utf-8")
         print(f"written to {arguments.output}", file=sys.stderr)
     return 0 if derived.is_proved else 1
@@ -65,43 +65,30 @@ def _models(
     words: str, other: str | None
 ) -> tuple[Callable[[], nn.Module], Callable[[], nn.Module] | None, str | None]:
     """Return functions that build the model and one of other sizes, if there is one; and the model type, if it has one."""
-    if ":" in words:
-        make_other = None if other is None else _user_model(other, "--other")
-        return _user_model(words, "derive"), make_other, None
+    subject = _subject(words)
+    if subject.config is None:
+        return _double(subject), None if other is None else _double(_subject(other)), None
     if other is not None:
         raise VerifyError(f"--other {other}: goes with module:function; of a config two sizes are made")
-    first, second = small_configs(_config(words))
+    first, second = small_configs(subject.config)
     build = partial(partial, modeling.build_real, dtype=torch.float64)
     return build(first), None if second is None else build(second), first.model_type
 
 
-def _user_model(words: str, option: str) -> Callable[[], nn.Module]:
-    make = load_attribute(words, f"{option} {words}", VerifyError)
-
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        with as_user_error(f"{option} {words}", VerifyError):
-            model = make()
-        if not isinstance(model, nn.Module):
-            raise VerifyError(
-                f"{option} {words} returned an object of type {type(model).__name__}, not an nn.Module"
-            )
-        return model.double()
-
-    return build
+def _double(subject: Subject) -> Callable[[], nn.Module]:
+    return lambda: call_user_function(subject).double()
 
 
-def _config(words: str) -> PretrainedConfig:
-    if words.endswith(".json") or "/" in words or Path(words).is_dir():
-        return modeling.load_config_file(words)
-    if words in modeling.available():
-        return modeling.load_config(words, "debug")
+def _subject(words: str) -> Subject:
+    """Return the subject of a name, also of a type of transformers without a plan, of a path, or of module:function."""
+    is_name = not (":" in words or "/" in words or words.endswith(".json") or Path(words).is_dir())
+    if not is_name or words in modeling.available():
+        return find_model(words, None, "derive")
     if words in CONFIG_MAPPING:
-        return CONFIG_MAPPING[words]()
+        return Subject(words, CONFIG_MAPPING[words]())
     known = [*modeling.available(), *CONFIG_MAPPING]
-    raise ConfigError(
-        f"derive {words}: no such model type; {did_you_mean(words, known, 'name a config.json or module:function')}"
-    )
+    remedy = did_you_mean(words, known, "name a config.json or module:function")
+    raise ConfigError(f"derive {words}: no such model type; {remedy}")
 
 
 def _class_name(words: str) -> str:
@@ -143,10 +130,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--other", metavar="MODULE:FUNCTION", help=words)
     add(
         "--tp",
-        metavar="N,...",
+        type=degree_list,
+        metavar="2,4,8",
         help="tensor-parallel degrees to prove; default: those of tp, cp and pp that the model allows",
     )
     add("--conditions", choices=_CONDITIONS, default="each", help="as in verify; default: each")
     add("--name", metavar="CLASS", help="name of the class; default: from the model")
-    add("--output", metavar="FILE", type=Path, help="write the class to this new file, too")
+    add("--output", metavar="FILE", type=Path, help="write the class to this new file, too, if it is proved")
     return parser

@@ -50,18 +50,20 @@ def main(argv: list[str]) -> int:
 
 
 def _export(*, push_to_hub: str | None, private: bool, **options: Any) -> None:
-    from titanplans.hub import check_access, push
-
-    if push_to_hub is not None:
-        check_access(push_to_hub)  # before the conversion, which takes minutes
-    elif private:
+    if push_to_hub is None and private:
         raise ConfigError(
             "export: --private is for a new repository of --push-to-hub; name it, or remove --private"
         )
+    if push_to_hub is not None:
+        from titanplans.hub import check_access
+
+        check_access(push_to_hub)  # before the conversion, which takes minutes
     from titanplans.training.checkpoint.export import export
 
     print(export(**options, title=push_to_hub), flush=True)
     if push_to_hub is not None:
+        from titanplans.hub import push
+
         message = f"{options['checkpoint'].name}, exported by titanplans"
         print(push(options["folder"], push_to_hub, private=private, message=message))
 

@@ -94,13 +94,7 @@ def usage(of: str | None = None) -> str:
         if of is None or of in (name, key.name) or name.startswith(f"{of}.")
     ]
     if of is not None and not asked:
-        similar = [name for name, key in keys().items() if of in key.name and "." not in of]
-        reason = (
-            f"no section or key of this name; there is {', '.join(similar)}"
-            if similar
-            else unknown_section(of)
-        )
-        raise ConfigError(f"--help {of}: {unknown(of) if '.' in of else reason}")
+        raise ConfigError(f"--help {of}: {_no_help(of)}")
     blocks = [HEAD] if of is None else []
     for section, group in groupby(asked, key=lambda key: key.section):
         lines = [f"[{section}]"]
@@ -111,6 +105,16 @@ def usage(of: str | None = None) -> str:
                 lines += _entry(f"{own.name}  ({describe(own.hint)})", own.doc, 6)
         blocks.append("\n".join(lines) + "\n")
     return "\n".join(blocks)
+
+
+def _no_help(of: str) -> str:
+    """Return the sentence that there is no section or key `of`, with the keys whose name contains it."""
+    if "." in of:
+        return unknown(of)
+    similar = [name for name, key in keys().items() if of in key.name]
+    return (
+        f"no section or key of this name; there is {', '.join(similar)}" if similar else unknown_section(of)
+    )
 
 
 def _entry(key: str, doc: str, indent: int) -> list[str]:

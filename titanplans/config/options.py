@@ -196,10 +196,8 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
         raise ConfigError(
             f"{where}, line {error.lineno}, column {error.colno}: {error.msg}, in {line!r}"
         ) from None
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # e.g. a number of thousands of digits, or a thousand nested arrays
+    # E.g. a number of thousands of digits, or a thousand nested arrays.
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: {error}; no key needs that") from None
 
 

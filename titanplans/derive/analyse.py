@@ -13,7 +13,7 @@ from titanplans.derive.probe import NotDerived, probe
 from titanplans.derive.region import ModuleCall, RecordedRegion, find_regions, float_tensors, record_calls
 from titanplans.errors import PlanError
 from titanplans.plan.plan import TPPlan
-from titanplans.proof.batches.sample import vocabulary_size
+from titanplans.proof.batches.sample import randomise, vocabulary_size
 from titanplans.proof.compare.forward import widened
 from titanplans.split.decoder import Block, Decoder, find_decoder
 from titanplans.user_code import as_user_error
@@ -87,11 +87,12 @@ def analyse(model: nn.Module) -> ModelSplit:
     """Return how the regions of `model` can be split.
 
     Args:
-        model: unsplit, with random float64 weights, on the CPU; weights that are zeros would hide what they multiply.
+        model: unsplit, in float64, on the CPU. Its parameters get random values, since zeros hide what they multiply.
 
     Raises:
         PlanError: it does not run, or its logits are not finite or differ between two runs.
     """
+    randomise(model, seed=0)
     vocabulary = vocabulary_size(model)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(min(3, vocabulary - 1), vocabulary, (2, _TOKENS), generator=generator)
@@ -129,9 +130,13 @@ def _check_runs(model: nn.Module, ids: torch.Tensor) -> None:
 
 def _hidden_size(model: nn.Module, decoder: Decoder, calls: Mapping[str, ModuleCall]) -> int:
     call = calls[decoder.blocks[0].name]
-    hidden = next(
-        x for x in (*call.args, *call.kwargs.values()) if isinstance(x, torch.Tensor) and x.ndim >= 3
-    )
+    tensors = float_tensors((call.args, call.kwargs))
+    hidden = next((x for x in tensors if x.ndim >= 3), None)
+    if hidden is None:
+        raise PlanError(
+            f"derive {type(model).__name__}: {decoder.blocks[0].name} takes no hidden states of shape [batch, sequence, "
+            "hidden]; write a plan by hand (docs/plans.md)"
+        )
     return hidden.shape[-1]
 
 
@@ -145,15 +150,21 @@ def split_region(region: RecordedRegion) -> RegionSplit:
         norms = find_split_norms(found, units)
         split = SlicedRegion(found, units, tuple(norms))
         counts = find_counts(split)
+        shared_name = _shared_head_name(split) if mixes_tokens else None
+        if shared_name is not None:
+            heads = integers(region.module)[shared_name]
+            counts = replace(counts, shared=find_shared_counts(split, counts, heads))
     except NotDerived as error:
         return replace(unsplit, reason=str(error))
-    shared_name = _shared_head_name(split) if mixes_tokens else None
-    derived = replace(
-        unsplit, split=split, norms=norms, counts=counts, head_name=head_name, shared_head_name=shared_name
+    return replace(
+        unsplit,
+        split=split,
+        norms=norms,
+        counts=counts,
+        head_name=head_name,
+        shared_head_name=shared_name,
+        closes=_closes(split),
     )
-    if (heads := derived.shared_heads) is not None:
-        counts = replace(counts, shared=find_shared_counts(split, counts, heads))
-    return replace(derived, counts=counts, closes=_closes(split))
 
 
 def _closes(split: SlicedRegion) -> bool:
@@ -163,9 +174,8 @@ def _closes(split: SlicedRegion) -> bool:
         return False
     owner = next(iter(found.outputs)).rpartition(".")[0]
     module, call = found.region.module.get_submodule(owner), found.calls.get(owner)
-    is_linear = (
-        isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-    )  # transformers' Linear of [in, out]
+    # Conv1D is transformers' Linear with a weight [in, out].
+    is_linear = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
     others = [name for name in found.summands if name.rpartition(".")[0] != owner]
     returned = (
         call is not None and call.output is not None and call.output.numel() == found.region.run().numel()

@@ -18,6 +18,7 @@ from titanplans.derive.region import RecordedRegion
 from titanplans.derive.sections import Section, local_rows
 from titanplans.plan.plan import QUERIES_PER_GROUP
 from titanplans.split.decoder import join
+from titanplans.split.local_code import set_attributes
 
 _TOLERANCE = 1e-9
 """Largest difference of the ranks' sum from the output, relative to the largest element. The sums are in float64."""
@@ -39,29 +40,25 @@ class SlicedRegion:
     def layout(self) -> RegionLayout:
         return self.findings.layouts[self.units]
 
-    def output_sum(
-        self, ranks: int, counts: Mapping[str, int], region: RecordedRegion | None = None
-    ) -> torch.Tensor:
+    def output_sum(self, ranks: int, counts: Mapping[str, int]) -> torch.Tensor:
         """Return the sum over the ranks of the region's output.
 
         Args:
             ranks: their number; it divides the units.
             counts: values of attributes on each rank, by dotted name.
-            region: the same region in another call; None: the call that was probed.
 
         Raises:
             One of `_ERRORS`: the region's code does not run with these counts.
         """
         total: Any = 0
         for rank in range(ranks):
-            total = total + self._output_of_rank(rank, ranks, counts, region or self.findings.region)
+            total = total + self._output_of_rank(rank, ranks, counts)
         # What the region returns without its projections, such as its own input, would be counted once per rank.
         return total - (ranks - 1) * self.findings.without_outputs
 
-    def _output_of_rank(
-        self, rank: int, ranks: int, counts: Mapping[str, int], region: RecordedRegion
-    ) -> torch.Tensor:
-        found, module = self.findings, copy.deepcopy(self.findings.region.module)
+    def _output_of_rank(self, rank: int, ranks: int, counts: Mapping[str, int]) -> torch.Tensor:
+        found, region = self.findings, self.findings.region
+        module = copy.deepcopy(region.module)
         tensors = dict(module.named_parameters()) | {BUFFER + name: b for name, b in module.named_buffers()}
 
         def local(x: torch.Tensor, dim: int, sections: Sequence[Section]) -> torch.Tensor:
@@ -82,8 +79,7 @@ class SlicedRegion:
             _return_constant(module.get_submodule(name), local(output, output.ndim - 1, sections))
         for name in found.inner_sums:
             _return_constant(module.get_submodule(name), found.calls[name].output)
-        for path, value in counts.items():
-            _set_attribute(module, path, value)
+        set_attributes(module, counts)
         names = iter(float_argument_names(region))
 
         def change(name: str, x: torch.Tensor) -> torch.Tensor:
@@ -106,19 +102,6 @@ def _set_tensor(module: nn.Module, name: str, value: torch.Tensor) -> None:
 
 def _return_constant(module: nn.Module, value: torch.Tensor) -> None:
     module.forward = lambda *args, **kwargs: value  # type: ignore[method-assign]
-
-
-def _set_attribute(module: nn.Module, path: str, value: int) -> None:
-    """Set the attribute of a dotted name; objects on the way that are no modules, such as a config, are copied."""
-    holder: Any = module
-    *steps, last = path.split(".")
-    for step in steps:
-        child = getattr(holder, step)
-        if not isinstance(child, nn.Module):
-            child = copy.copy(child)
-            setattr(holder, step, child)
-        holder = child
-    setattr(holder, last, value)
 
 
 def read_integers(region: RecordedRegion) -> dict[str, int]:
@@ -187,18 +170,14 @@ class Counts:
         )
 
 
-def find_counts(split: SlicedRegion, ranks: int = 2, others: Sequence[RecordedRegion] = ()) -> Counts:
+def find_counts(split: SlicedRegion, ranks: int = 2) -> Counts:
     """Return the fewest attributes that have to be divided for `ranks` ranks.
-
-    Args:
-        split: of the region.
-        ranks: their number.
-        others: the region in other calls, whose outputs must be right, too.
 
     Raises:
         NotDerived: no attributes that the code reads make the sum right.
     """
     region, sizes, parts = split.findings.region, _sizes(split), _sums_of_sections(split)
+    expected = region.run().detach()
     candidates = {
         name: value
         for name, value in read_integers(region).items()
@@ -206,43 +185,37 @@ def find_counts(split: SlicedRegion, ranks: int = 2, others: Sequence[RecordedRe
     }
     reason, runs = "", 0
 
-    def is_right(names: Iterable[str]) -> bool:
-        nonlocal reason, runs
-        runs += 1
-        chosen = {name: candidates[name] for name in names}
-        counts = Counts(chosen, {name: parts[value] for name, value in chosen.items() if value in parts})
-        for call in (region, *others):
-            expected = call.run().detach()
-            try:
-                total = split.output_sum(ranks, counts.local(ranks), call)
-            except _ERRORS as error:
-                reason = f"{type(error).__name__}: {str(error)[:150]}"
-                return False
-            if total.shape != expected.shape:
-                reason = f"the output has shape {tuple(total.shape)}, not {tuple(expected.shape)}"
-                return False
-            difference = _difference(total, expected)
-            if difference > _TOLERANCE:
-                reason = f"the ranks' sum is off by {difference:.1e}"
-                return False
-        return True
-
-    def result(names: Iterable[str]) -> Counts:
+    def chosen(names: Iterable[str]) -> Counts:
         values = {name: candidates[name] for name in names}
         return Counts(values, {name: parts[value] for name, value in values.items() if value in parts})
 
+    def is_right(names: Iterable[str]) -> bool:
+        nonlocal reason, runs
+        runs += 1
+        try:
+            total = split.output_sum(ranks, chosen(names).local(ranks))
+        except _ERRORS as error:
+            reason = f"{type(error).__name__}: {str(error)[:150]}"
+            return False
+        if total.shape != expected.shape:
+            reason = f"the output has shape {tuple(total.shape)}, not {tuple(expected.shape)}"
+            return False
+        difference = _difference(total, expected)
+        reason = f"the ranks' sum is off by {difference:.1e}"
+        return difference <= _TOLERANCE
+
     if is_right(()):
-        return result(())
+        return chosen(())
     if is_right(candidates):
         names = list(candidates)
         for name in candidates:
             fewer = [other for other in names if other != name]
             names = fewer if is_right(fewer) else names
-        return result(names)
+        return chosen(names)
     for size in range(1, len(candidates)):
         for names in itertools.combinations(candidates, size):
             if runs < _MOST_RUNS and is_right(names):
-                return result(names)
+                return chosen(names)
     listed = ", ".join(f"{name} = {value}" for name, value in candidates.items()) or "none"
     raise NotDerived(f"no counts that its code reads ({listed}) make the sum over the ranks right: {reason}")
 

@@ -43,8 +43,6 @@ class Norm:
 
     width: int
     group: int
-    inputs: int
-    """Number of its arguments that have the output's shape; 2: one is a gate."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +59,9 @@ class RegionLayout:
 
     Attributes:
         sharded: dimension and sections of each parameter, argument or buffer that units use in parts.
-        replicated: those that all units use in full.
-        unused: those that no gradient reached.
     """
 
     sharded: Mapping[str, tuple[int, list[Section]]]
-    replicated: Sequence[str]
-    unused: Sequence[str]
 
 
 @dataclass
@@ -289,7 +283,7 @@ def _norms(module: nn.Module, calls: Mapping[str, ModuleCall]) -> dict[str, Norm
             if gradient is not None:
                 mixed |= (gradient != 0).flatten(0, -2).any(0)
         if mixed.sum() > 1:
-            norms[name] = Norm(y.shape[-1], int(mixed.sum()), len(inputs))
+            norms[name] = Norm(y.shape[-1], int(mixed.sum()))
     return norms
 
 
@@ -386,32 +380,24 @@ def _layout(
 ) -> RegionLayout | None:
     """Return the layout for this number of units; None if a leaf has none."""
     sharded: dict[str, tuple[int, list[Section]]] = {}
-    replicated, unused = [], []
     for name, by_output in reach.items():
         if name in findings.outputs or name in findings.summands:
             continue
         users = [found for masks in by_output.values() if (found := _users(masks, units)) is not None]
-        if not users:
-            unused.append(name)
-        elif not any(users):
-            replicated.append(name)
-        else:
-            choices = [
-                next(
-                    (
-                        (dim, sections)
-                        for dim, rows in dims.items()
-                        if (sections := find_sections(rows, units))
-                    ),
-                    None,
-                )
-                for dims in users
-            ]
-            # None if one output projection uses all of it and another a part, or if two use different parts.
-            if choices[0] is None or any(choice != choices[0] for choice in choices):
-                return None
-            sharded[name] = choices[0]
-    return RegionLayout(sharded, replicated, unused)
+        if not any(users):
+            continue  # no unit uses it, or all of them use all of it
+        choices = [
+            next(
+                ((dim, sections) for dim, rows in dims.items() if (sections := find_sections(rows, units))),
+                None,
+            )
+            for dims in users
+        ]
+        # None if one output projection uses all of it and another a part, or if two use different parts.
+        if choices[0] is None or any(choice != choices[0] for choice in choices):
+            return None
+        sharded[name] = choices[0]
+    return RegionLayout(sharded)
 
 
 def _users(masks: Sequence[Mask], units: int) -> dict[int, list[frozenset[int]]] | None:

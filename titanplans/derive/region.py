@@ -74,7 +74,6 @@ class RecordedRegion:
 
     Attributes:
         name: of the module, relative to its block: "self_attn".
-        path: of the module in the model.
         module: a copy.
         call: the call that is repeated.
         hidden: the name of the argument with the hidden states.
@@ -82,7 +81,6 @@ class RecordedRegion:
     """
 
     name: str
-    path: str
     module: nn.Module
     call: ModuleCall
     hidden: str
@@ -169,11 +167,7 @@ def _visit(
             continue
         has_matrix = any(p.ndim > 1 for p in child.parameters())
         call = calls.get(join(block, name))
-        if (
-            has_matrix
-            and call is not None
-            and (region := _region(name, join(block, name), child, call, shape))
-        ):
+        if has_matrix and call is not None and (region := _region(name, child, call, shape)):
             parts.regions[name] = region
         elif has_matrix and any(True for _ in child.children()):
             parts.on_stream += [join(name, own) for own, _ in child.named_parameters(recurse=False)]
@@ -186,9 +180,7 @@ def _visit(
             ]
 
 
-def _region(
-    name: str, path: str, module: nn.Module, call: ModuleCall, shape: tuple[int, int]
-) -> RecordedRegion | None:
+def _region(name: str, module: nn.Module, call: ModuleCall, shape: tuple[int, int]) -> RecordedRegion | None:
     tokens, hidden_size = shape
     if isinstance(module, nn.Linear):
         return None
@@ -208,7 +200,7 @@ def _region(
     if hidden is None or not outputs or not is_stream(outputs[0]):
         return None
     positional = hidden not in call.kwargs and names[0] == hidden
-    return RecordedRegion(name, path, copy.deepcopy(module), call, hidden, positional, names)
+    return RecordedRegion(name, copy.deepcopy(module), call, hidden, positional, names)
 
 
 def walk_float_arguments(region: RecordedRegion) -> Iterator[tuple[str, torch.Tensor]]:

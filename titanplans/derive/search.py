@@ -19,7 +19,7 @@ from titanplans.proof import verify
 from titanplans.proof.report import Report
 
 _MOST_PROOFS = 9
-"""Proofs after which the search ends without a proved plan."""
+"""Proofs after which nothing else is tried."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,10 @@ def derive(
             source = shorten(source, source.execute(), split.model, exclude)
             report, reason = _prove(model_fn, source, degrees, conditions)
             proofs += 1
+        if not reason or proofs >= _MOST_PROOFS:
+            break
         following = [choice for choice in _reactions(split, choices, reason) if choice not in tried]
-        if not reason or not following or proofs >= _MOST_PROOFS:
+        if not following:
             break
         choices = following[0]
     text = source.render(_docstring(split, choices), register=register)

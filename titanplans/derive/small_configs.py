@@ -1,6 +1,6 @@
 """Two small configs of an architecture: `small_configs`. A plan is derived from models of these sizes, in seconds on a CPU.
 
-The sizes of the two differ, and no two widths of one are equal, so that an expression for a width is not right by chance.
+The sizes of the two differ, so that an expression that holds in both is rarely right by chance.
 """
 
 from collections.abc import Iterator

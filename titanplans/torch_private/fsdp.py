@@ -9,9 +9,9 @@ __all__ = [
     "DefaultAllGather",
     "drop_gradients",
     "fsdp_group",
-    "held_gradients",
     "mixed_precision",
     "settle_fsdp_root",
+    "unreduced_gradients",
 ]
 
 
@@ -25,7 +25,7 @@ def mixed_precision(group: Any) -> Any:
     return group.mp_policy if hasattr(group, "mp_policy") else group.fsdp_params[0].mp_policy
 
 
-def held_gradients(group: Any) -> list[tuple[Any, str]]:
+def unreduced_gradients(group: Any) -> list[tuple[Any, str]]:
     """Return where an FSDPParamGroup holds the gradients that its next reduction takes, as objects and their attributes."""
     holders = []
     for param in group.fsdp_params:
@@ -44,7 +44,7 @@ def held_gradients(group: Any) -> list[tuple[Any, str]]:
 def drop_gradients(group: Any) -> None:
     """Drop the gradients that an FSDPParamGroup holds until the reduction of a later micro batch."""
     group._partial_reduce_output = None
-    for owner, name in held_gradients(group):
+    for owner, name in unreduced_gradients(group):
         setattr(owner, name, None)
 
 

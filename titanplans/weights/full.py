@@ -222,7 +222,6 @@ def _broadcast(
         full = torch.empty(shape, dtype=dtype, device=device)
     full = full.detach().to(device).contiguous()
     if full.numel():
-        dist.broadcast(
-            full.view(-1).view(torch.uint8), src=0
-        )  # as bytes, since no backend supports every dtype
+        # As bytes, since no backend supports every dtype.
+        dist.broadcast(full.view(-1).view(torch.uint8), src=0)
     return full

@@ -153,7 +153,7 @@ def test_an_exported_folder_is_pushed_with_a_card_that_says_how_it_was_trained(j
         parameter.numel()
         for parameter in modeling.build(modeling.load_config_file(at / "step-2")).parameters()
     )
-    assert f"{count:,} parameters of the architecture `gla`, trained for 1 steps with titanplans" in card.text
+    assert f"{count:,} parameters of the architecture `gla`, trained for 1 step with titanplans" in card.text
     assert 'from_pretrained("ada/tiny")' in card.text
     assert str(job.folder) not in card.text
     block = card.text.partition("```toml\n")[2].partition("```")[0]

@@ -224,19 +224,19 @@ def _add_subject(
     one("--all", action="store_true", help="every named model, one after the other, in its debug size")
     add("--model", metavar="MODEL", help="the model of a plan: a name, a config.json, or module:callable")
     add("--flavor", metavar="NAME", help="size of a named model; default: debug")
-    add("--tp", type=_degrees, metavar="2,4,8", help=f"tensor-parallel degrees; default: {degrees}")
+    add("--tp", type=degree_list, metavar="2,4,8", help=f"tensor-parallel degrees; default: {degrees}")
     if has_all_degrees:
         words = (
             "context-parallel degrees, combined with each --tp; default: 1, and also 2 if no degree is set"
         )
-        add("--cp", type=_degrees, metavar="2,4", help=words)
+        add("--cp", type=degree_list, metavar="2,4", help=words)
         words = (
             "expert-parallel degrees, combined with each --tp and --cp; alone: once over as many tensor-parallel ranks, and "
             "once over as many context-parallel ranks; default: 1, and also 2 if no degree is set"
         )
-        add("--ep", type=_degrees, metavar="2,4", help=words)
+        add("--ep", type=degree_list, metavar="2,4", help=words)
         words = "numbers of pipeline stages, combined with the other degrees; default: 1, and also 2 if no degree is set"
-        add("--pp", type=_degrees, metavar="2,4", help=words)
+        add("--pp", type=degree_list, metavar="2,4", help=words)
     words = f"convert Linear modules to float8: {', '.join(recipes[1:])}; default: none, or the job's recipe"
     add("--float8", choices=recipes, metavar="RECIPE", help=words)
     names: Any = {"type": lambda text: tuple(text.split(",")), "default": (), "metavar": "A,B"}
@@ -262,7 +262,8 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _degrees(text: str) -> tuple[int, ...]:
+def degree_list(text: str) -> tuple[int, ...]:
+    """Return the degrees of a word such as "2,4,8"; the type of an argument."""
     words = [word.strip() for word in text.split(",")]
     if not all(word.isascii() and word.isdigit() and int(word) > 0 for word in words):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of degrees above 0, such as 2 or 2,4,8")

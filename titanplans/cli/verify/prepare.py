@@ -122,6 +122,15 @@ def _build_user_model(subject: Subject, request: Namespace, device: torch.device
             raise VerifyError(
                 f"--{option} {value}: {subject.words} returns a model of a fixed size: change its size there"
             )
+    return call_user_function(subject).to(device)
+
+
+def call_user_function(subject: Subject) -> nn.Module:
+    """Return the model of a user's function.
+
+    Raises:
+        VerifyError: it is not callable, raises an error, or returns something other than a model with weights.
+    """
     if not callable(subject.make):
         raise VerifyError(
             f"{subject.words} is of type {type(subject.make).__name__}, not a function that returns an nn.Module"
@@ -137,7 +146,7 @@ def _build_user_model(subject: Subject, request: Namespace, device: torch.device
         raise VerifyError(
             f"{subject.words} returned a model without weights ({on_meta} is on meta): initialize it on the CPU"
         )
-    return model.to(device)
+    return model
 
 
 def _dtype(model: nn.Module, device: torch.device, notes: list[str]) -> torch.dtype:

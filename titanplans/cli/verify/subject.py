@@ -67,7 +67,7 @@ def find_subject(words: str, request: Namespace) -> Subject:
     elif words.endswith(".toml"):
         subject = _job(words, request)
     else:
-        subject = _model(words, request.flavor, request.command)
+        subject = find_model(words, request.flavor, request.command)
     if subject.degrees is None:  # `_job` has combined the degrees of the job and the command line
         subject = replace(subject, degrees=request.degrees)
     switches = {key: getattr(request, key) for key in ("loss_parallel", "sequence_parallel")}
@@ -86,7 +86,7 @@ def find_subject(words: str, request: Namespace) -> Subject:
     )
 
 
-def _model(words: str, flavor: str | None, option: str) -> Subject:
+def find_model(words: str, flavor: str | None, option: str) -> Subject:
     """Return the subject of a model's name, a path of a config.json, or "module:callable"."""
     is_named = words in modeling.available()
     is_path = not is_named and (words.endswith(".json") or "/" in words or os.path.isdir(words))
@@ -159,12 +159,12 @@ def _user_plan(words: str, request: Namespace) -> Subject:
             "model"
         )
     if request.model is not None:
-        return replace(_model(request.model, request.flavor, "--model"), plan=plan)
+        return replace(find_model(request.model, request.flavor, "--model"), plan=plan)
     names = [
         t for t, registered in registered_plans().items() if registered is plan and t in modeling.available()
     ]
     if len(names) == 1:
-        return replace(_model(names[0], request.flavor, request.command), plan=plan)
+        return replace(find_model(names[0], request.flavor, request.command), plan=plan)
     why = f"is registered for {' and '.join(names)}" if names else "is registered for no named model"
     raise VerifyError(
         f"{request.command} {words}: {why}: name the model with --model: {', '.join(names or modeling.available())}, "

@@ -32,7 +32,7 @@ from titanplans.split.parameters.loaded_state import load_as_shards
 from titanplans.split.parameters.replaced import replacing
 from titanplans.split.partial_gradients import sum_partial
 from titanplans.text import class_name
-from titanplans.torch_private.fsdp import fsdp_group, held_gradients
+from titanplans.torch_private.fsdp import fsdp_group, unreduced_gradients
 
 
 def shard(
@@ -226,7 +226,7 @@ def _before_reducing(
 
     def post_backward(*unused: Any) -> None:
         if group.reduce_grads:
-            gradients = held_gradients(group)
+            gradients = unreduced_gradients(group)
             changed = change([getattr(owner, name) for owner, name in gradients])
             for (owner, name), grad in zip(gradients, changed, strict=True):
                 setattr(owner, name, grad)

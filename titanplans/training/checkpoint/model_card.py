@@ -13,11 +13,11 @@ from transformers import PretrainedConfig
 
 from titanplans.config.schema import keys
 from titanplans.disk import sync
+from titanplans.hub import MODEL_CARD
+from titanplans.text import counted
 from titanplans.training.checkpoint.manifest import Manifest, initial_weights_folder
-from titanplans.training.data.corpus.local import FORMATS
+from titanplans.training.data.corpus.local import is_hub_name
 from titanplans.versions import versions
-
-MODEL_CARD = "README.md"
 
 _SECTIONS = (
     *("model", "training", "data", "optimizer", "lr_scheduler", "loss", "lora", "quantize"),
@@ -92,7 +92,9 @@ def write_model_card(
         title=title,
         parameters=_count_parameters(folder),
         model_type=config.model_type,
-        steps=f", trained for {manifest.step:,} steps with titanplans" if manifest and is_trained else "",
+        steps=f", trained for {counted(manifest.step, 'step')} with titanplans"
+        if manifest and is_trained
+        else "",
         usage=_usage(folder, title, config, adapted_base),
         training=_training(manifest) if manifest and is_trained else "The checkpoint does not name its job.",
         versions=versions(),
@@ -162,10 +164,8 @@ def _corpora(job: Mapping[str, Any]) -> Iterator[_Corpus]:
     of_training = {name: job.get(f"training.{name}") for name in ("dataset", "dataset_path", "dataset_split")}
     for source in job.get("data.sources") or ([of_training] if job else []):
         name, path, split = (source.get(key) or keys()[f"training.{key}"].default for key in of_training)
-        is_local = name in ("local", "stdlib", *FORMATS)
-        yield _Corpus(
-            path if is_local and path else name, split, None if is_local else name.partition(":")[0]
-        )
+        in_hub = is_hub_name(name)
+        yield _Corpus(name if in_hub else path or name, split, name.partition(":")[0] if in_hub else None)
 
 
 def _without_folders(value: Any) -> Any:

@@ -20,6 +20,13 @@ from titanplans.training.data.data_errors import as_data_error
 FORMATS = {"text": (".txt", ".md", ".py"), "json": (".jsonl", ".json"), "parquet": (".parquet",)}
 """The extensions of files, by format. The formats have the names of the `datasets` library's builders."""
 SPLITS = ("train", "validation", "all")
+
+
+def is_hub_name(dataset: str) -> bool:
+    """Whether a job's `dataset` names a data set of the Hugging Face Hub."""
+    return dataset not in ("local", "stdlib", *FORMATS)
+
+
 VALIDATION_EVERY = 20
 """One in this many files or documents is for validation. The split involves no random state: it is the same on every rank,
 in every run and for every seed."""

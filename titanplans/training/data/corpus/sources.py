@@ -20,6 +20,7 @@ from titanplans.training.data.corpus.local import (
     STDLIB_FRAGMENT_BYTES,
     TextFiles,
     find_files,
+    is_hub_name,
     stdlib_files,
     stdlib_root,
 )
@@ -96,7 +97,7 @@ def open_source(corpus_options: Corpus, *, seed: int = 0, chat: ChatFormat | Non
     is_local, shown = dataset == "local" or dataset in FORMATS, path or dataset
     if is_local and path is None:
         raise DataError(f"dataset = {dataset!r}: needs a dataset_path, which is a file, a folder or a glob")
-    if not is_local and dataset != "stdlib":
+    if is_hub_name(dataset):
         return HubDocuments(dataset, path, split, chat or TextColumn(corpus_options.text_column))
     if split not in SPLITS:
         raise DataError(
