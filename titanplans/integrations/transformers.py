@@ -110,9 +110,8 @@ def parallelism_config(model: PreTrainedModel) -> ParallelismConfig:
 
 class _Parallelism(ParallelismConfig):
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
-        if (
-            accelerator.distributed_type != DistributedType.MULTI_CPU
-        ):  # refused there, although nothing differs
+        # accelerate refuses CPUs, on which nothing differs.
+        if accelerator.distributed_type != DistributedType.MULTI_CPU:
             super()._validate_accelerator(accelerator)
 
 
