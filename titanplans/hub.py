@@ -47,10 +47,10 @@ def push(folder: Path, repository: str, *, private: bool, message: str) -> str:
     old ones. A model card that the repository has is kept.
 
     Args:
-        folder: with the files.
+        folder: the folder whose files are uploaded.
         repository: "owner/name".
-        private: whether a new repository is private. An existing one stays as it is.
-        message: of the commit.
+        private: whether a new repository is private. An existing one is not changed.
+        message: the commit message.
 
     Raises:
         RunError: the Hub refuses it, or can't be reached. The folder is kept.

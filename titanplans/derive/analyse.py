@@ -31,7 +31,7 @@ class RegionSplit:
         mixes_tokens: whether it is a token mixer.
         split: None if it is not split; `reason` says why.
         norms: norms over features of several units, by name.
-        counts: attributes of its code that count units.
+        counts: the attributes of its code that count units.
         head_name: the attribute that counts its units, by dotted name; None: no attribute does.
         shared_head_name: the attribute that counts heads that units share, such as key/value heads; None: there are none.
         closes: whether its output is that of its only output projection, a Linear, which can sum over the ranks itself.

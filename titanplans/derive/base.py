@@ -28,10 +28,10 @@ def shorten(source: Source, plan: type[TPPlan], model: nn.Module, exclude: Itera
     """Return the source with the registered plan as its base that leaves the fewest lines to write.
 
     Args:
-        source: of a class that is derived from TPPlan.
+        source: the source of a class whose base is TPPlan.
         plan: that class.
-        model: that it splits.
-        exclude: model types whose registered plans are no candidates.
+        model: the model that it splits.
+        exclude: model types whose registered plans can't be the base.
     """
     own = _results(plan, model)
     best = source

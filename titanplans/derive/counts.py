@@ -44,8 +44,8 @@ class SlicedRegion:
         """Return the sum over the ranks of the region's output.
 
         Args:
-            ranks: their number; it divides the units.
-            counts: values of attributes on each rank, by dotted name.
+            ranks: the number of ranks, which divides the number of units.
+            counts: the attributes that are set on every rank, by dotted name.
 
         Raises:
             One of `_ERRORS`: the region's code does not run with these counts.
@@ -146,8 +146,8 @@ class Counts:
     """Attributes that have to count a rank's units or rows.
 
     Attributes:
-        values: of the unsplit region, by dotted name.
-        parts: for an attribute that counts rows of several sections, those sections.
+        values: the attributes' values in the unsplit region, by dotted name.
+        parts: the sections whose rows an attribute counts, if it counts rows of several sections.
         shared: attributes that count heads which ranks share if there are fewer of them than ranks, or rows of them, with
             the number of these heads.
     """

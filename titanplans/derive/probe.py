@@ -58,7 +58,7 @@ class RegionLayout:
     """How a region is split over a number of units.
 
     Attributes:
-        sharded: dimension and sections of each parameter, argument or buffer that units use in parts.
+        sharded: the dimension and the sections of each parameter, argument or buffer of which units use different rows.
     """
 
     sharded: Mapping[str, tuple[int, list[Section]]]
@@ -69,14 +69,15 @@ class Findings:
     """What `probe` found in a region.
 
     Attributes:
-        region: the region.
-        outputs: its output projections by the parameter's name.
-        summands: parameters that are added to the output, such as biases.
-        inner_sums: Linear modules inside of it whose sum over the ranks all ranks need.
-        norms: its norms by name.
-        calls: the first call of each of its modules.
-        layouts: by number of units.
-        without_outputs: the output if the output projections and summands are zero.
+        region: the region that was probed.
+        outputs: the region's output projections by the names of their weights.
+        summands: names of parameters that are added to the output, such as biases.
+        inner_sums: names of Linear modules in the region whose outputs all ranks need, summed over the ranks.
+        norms: the region's norms by name.
+        calls: the first call of each module in the region.
+        leaves: the tensors whose gradients are computed: parameters, buffers and arguments by name.
+        layouts: the possible layouts by their number of units.
+        without_outputs: the region's output if the output projections and the summands are zero.
     """
 
     region: RecordedRegion
@@ -109,7 +110,7 @@ class Findings:
 def probe(region: RecordedRegion) -> Findings:
     """Return how `region` can be split.
 
-    A Linear inside of it may be an inner sum. If taking one for such lets more parameters be sharded, it is one.
+    A Linear in the region is taken for an inner sum if more parameters can be sharded then.
 
     Raises:
         NotDerived: it has no output projection, or no number of units gives every parameter a layout.

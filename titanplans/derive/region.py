@@ -73,9 +73,9 @@ class RecordedRegion:
     """A region of a block, and a copy of its module that can be called as the model called it.
 
     Attributes:
-        name: of the module, relative to its block: "self_attn".
-        module: a copy.
-        call: the call that is repeated.
+        name: the module's name relative to its block, such as "self_attn".
+        module: a copy of the module.
+        call: the recorded call, which `run` repeats.
         hidden: the name of the argument with the hidden states.
         positional: whether that argument is the first one, and was passed by position.
     """
@@ -130,8 +130,8 @@ class BlockParts:
     """The parts of a block.
 
     Attributes:
-        regions: by name relative to the block.
-        on_stream: names, relative to the block, of modules and parameters that are in no region.
+        regions: the block's regions by their names relative to the block.
+        on_stream: the modules and parameters that are in no region, by their names relative to the block.
     """
 
     regions: dict[str, RecordedRegion]
@@ -142,9 +142,9 @@ def find_regions(block: Block, calls: dict[str, ModuleCall], shape: tuple[int, i
     """Return the regions of a block, and what is outside of them.
 
     Args:
-        block: of the unsplit model.
-        calls: as returned by `record_calls`.
-        shape: number of tokens of the recorded batch, and hidden size.
+        block: a block of the unsplit model.
+        calls: the calls that `record_calls` returns.
+        shape: the number of tokens in the recorded batch, and the hidden size.
     """
     parts = BlockParts(
         {}, [name for name, p in block.module.named_parameters(recurse=False) if p is not None]

@@ -27,11 +27,11 @@ class Derived:
     """A derived plan.
 
     Attributes:
-        text: the file of its class.
-        plan: the class.
-        report: of the last proof; None if the last attempt was refused before it ran.
-        notes: what stays unsplit or replicated, and why.
-        proofs: number of proofs that ran.
+        text: the source file of the plan's class.
+        plan: the class, which is not registered.
+        report: the report of the last proof; None if the last plan was refused before it ran.
+        notes: which regions are not split, and why.
+        proofs: the number of proofs that ran.
     """
 
     text: str
@@ -59,13 +59,13 @@ def derive(
 
     Args:
         model_fn: returns the model, with random weights, on the CPU.
-        name: of the class.
+        name: the name of the class.
         other_fn: returns the same architecture with other sizes. None: sizes are written as attributes that have these
             values in one model, which may be chance.
-        degrees: that are proved, as in `verify`; None: those that the model allows.
-        conditions: that are proved, as in `verify`.
+        degrees: the degrees to prove, as in `verify`; None: those that the model allows.
+        conditions: the conditions to prove, as in `verify`.
         register: model type for which the written class is registered; None: it is not.
-        exclude: model types whose registered plans are not taken as a base of the class.
+        exclude: model types whose registered plans can't be the base of the class.
 
     Raises:
         PlanError: the unsplit model does not run, draws random numbers or overflows, or nothing in it can be split.

@@ -18,12 +18,12 @@ class Choices:
     """What the dataflow leaves open, and a proof decides.
 
     Attributes:
-        sum_at_exit: names of regions at whose exit the sum over the ranks is computed, although their last projection could.
+        sum_at_exit: names of regions whose exit sums over the ranks, although their output projection could do so.
         unsplit: names of regions that every rank runs in full.
         ends_stream: whether the residual stream ends at the final norm.
         interleaved: names of parameters or modules whose rows alternate between sections.
-        counted_once: the function of the model's file that computes an additional loss, which each rank would add; None: the
-            model adds no loss.
+        counted_once: the name of the function that computes an additional loss, which every rank would add. None: there is
+            no such loss.
         may_gather: names of mixers whose code may gather the hidden states of all tokens under context parallelism.
         embeds_all_tokens: whether context-parallel ranks embed all tokens, for code that adds positions to the embeddings.
     """
@@ -42,10 +42,10 @@ class Source:
     """The source of a plan's class.
 
     Attributes:
-        name: of the class.
-        base: the class that it is derived from.
-        attributes: lines of class attributes.
-        methods: the lines of each method by its name.
+        name: the name of the class.
+        base: its base class.
+        attributes: the lines that set class attributes.
+        methods: the lines of each method, by the method's name.
     """
 
     name: str
@@ -384,10 +384,11 @@ def write_plan(split: ModelSplit, name: str, choices: Choices, other: ModelSplit
     """Return the source of a subclass of TPPlan that splits the model.
 
     Args:
-        split: of the model.
-        name: of the class.
-        choices: what a proof has decided.
-        other: of a model with other sizes, so that sizes are written as attributes and not as numbers; None: there is none.
+        split: how the model is split.
+        name: the name of the class.
+        choices: what the proofs so far have decided.
+        other: how a model of other sizes is split. An expression for a size then has to hold in both models. None: there is
+            only one model.
     """
     source = Source(name)
     twins = {} if other is None else {_identity(kind): kind for kind in other.kinds}

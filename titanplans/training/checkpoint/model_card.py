@@ -71,7 +71,7 @@ def write_model_card(
     The card names no folder of this machine: it shows only the last component of an absolute path.
 
     Args:
-        folder: weights for transformers, or adapters for peft.
+        folder: a folder of weights for transformers, or of adapters for peft.
         title: the name of the folder, or of its repository on the Hub ("owner/name"), from which the card loads the model.
         config: the model's config.
         manifest: the exported checkpoint's manifest; None if it has none.
