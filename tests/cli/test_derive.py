@@ -40,6 +40,7 @@ def test_a_type_without_a_plan_gets_one_that_is_proved(capsys, tmp_path):
     [
         (["exaone9"], "derive exaone9: no such model type; did you mean exaone?"),
         (["nowhere/config.json"], "nowhere/config.json"),
+        (["arcee", "--name", "my plan"], "--name my plan is not the name of a class"),
         (["no_such_models:build"], "no module named 'no_such_models'"),
         (["llama", "--other", "my_models:other"], "--other my_models:other: goes with module:function"),
     ],

@@ -4,6 +4,7 @@ Exit status: 0 if the plan is proved, else 1.
 """
 
 import argparse
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -23,9 +24,8 @@ from titanplans.derive import Derived, derive, small_configs
 from titanplans.disk import is_taken
 from titanplans.errors import ConfigError, VerifyError, did_you_mean
 from titanplans.plan.degrees import Degrees
+from titanplans.proof.cases import CONDITIONS
 from titanplans.text import counted
-
-_CONDITIONS = ("plain", "each", "pairs")
 
 
 def main(argv: list[str]) -> int:
@@ -37,6 +37,8 @@ def main(argv: list[str]) -> int:
     arguments = _parser().parse_args(argv)
     if arguments.output is not None and is_taken(arguments.output):
         raise ConfigError(f"--output {arguments.output} exists and is not overwritten; name a new file")
+    if arguments.name is not None and not arguments.name.isidentifier():
+        raise ConfigError(f"--name {arguments.name} is not the name of a class; write one such as MyPlan")
     kernels.install("cpu")
     transformers_logging.set_verbosity_error()  # notes on padding and on caches do not concern random models
     began = time.monotonic()
@@ -92,7 +94,7 @@ def _subject(words: str) -> Subject:
 
 
 def _class_name(words: str) -> str:
-    return "".join(part.capitalize() for part in words.replace("-", "_").split("_")) + "Plan"
+    return "".join(part.capitalize() for part in re.split(r"[\W_]+", words)) + "Plan"
 
 
 def _sizes(make_other: Callable[[], nn.Module] | None) -> list[str]:
@@ -134,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="2,4,8",
         help="tensor-parallel degrees to prove; default: those of tp, cp and pp that the model allows",
     )
-    add("--conditions", choices=_CONDITIONS, default="each", help="as in verify; default: each")
+    add("--conditions", choices=list(CONDITIONS), default="each", help="as in verify; default: each")
     add("--name", metavar="CLASS", help="name of the class; default: from the model")
     add("--output", metavar="FILE", type=Path, help="write the class to this new file, too, if it is proved")
     return parser
