@@ -7,22 +7,20 @@ from tests.support.paths import ROOT
 from tests.support.programs import run_python
 
 PLAN = '''\
-"""The plan of Arcee: Llama's attention, an MLP of two linear layers."""
+"""The plan of EXAONE 3: a Llama."""
 
 from titanplans import register_plan
 
 from .llama import LlamaPlan
 
 
-@register_plan("arcee")
-class ArceePlan(LlamaPlan):
+@register_plan("exaone")
+class ExaonePlan(LlamaPlan):
     """Heads and MLP width are split, norms replicated."""
-
-    mlp_in = ("up_proj",)
 '''
 SIZES = """\
-# Arcee, as transformers implements it.
-config_class = "transformers.ArceeConfig"
+# EXAONE 3, as transformers implements it.
+config_class = "transformers.ExaoneConfig"
 
 [debug] # ours
 hidden_size = 64
@@ -41,7 +39,7 @@ from titanplans.cli.main import main
 
 print(titanplans.__file__)
 assert main(["list"]) == 0
-assert main(["verify", "arcee", "--tp", "2", "--quick"]) == 0
+assert main(["verify", "exaone", "--tp", "2", "--quick"]) == 0
 """
 
 
@@ -53,12 +51,12 @@ def test_one_plan_and_one_table_of_sizes_are_enough(tmp_path):
         shutil.copytree(ROOT / folder, home / folder, ignore=ignore)
     before = {file: file.read_bytes() for file in home.rglob("*") if file.is_file()}
 
-    (home / "plans" / "hf" / "arcee.py").write_text(PLAN)
-    (home / "models" / "arcee.toml").write_text(SIZES)
+    (home / "plans" / "hf" / "exaone.py").write_text(PLAN)
+    (home / "models" / "exaone.toml").write_text(SIZES)
 
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     result = run_python("-W", "ignore", "-c", ALL, cwd=tmp_path, env={"PYTHONPATH": path})
     assert result.returncode == 0, result.stdout + result.stderr
     assert str(tmp_path) in result.stdout.splitlines()[0]
-    assert "titanplans.plans.hf.arcee:ArceePlan" in result.stdout
+    assert "titanplans.plans.hf.exaone:ExaonePlan" in result.stdout
     assert all(file.read_bytes() == content for file, content in before.items())

@@ -1,7 +1,8 @@
 """The one list of tiny models that tests run: every registered architecture, and one that belongs to no library.
 
 `ARCHITECTURES` are few and use different features of the engine. Tests of a feature run over them.
-`FAMILIES` are all other architectures, with variants of their options. Their plans are proved.
+`FAMILIES` are other architectures, with variants of their options. Their plans are proved.
+`FURTHER` are architectures with plans like these, and are proved quickly.
 
     config = zoo.config("gla")                      # with the options that change a style of its plan
     config = zoo.config("gla", options=False)       # without these options
@@ -10,7 +11,7 @@
 Sizes are small, and the structure is the family's own: a model is the family's debug flavor with eight heads, and in most
 families fewer key/value heads, reduced to two blocks and a hidden size of 64. "tiny" is the model of
 tests/support/tiny_model.py, which has no config.
-A new architecture is a line in `FAMILIES`.
+A new architecture is a line in `FAMILIES`, or in `FURTHER` if its plan has no new style.
 """
 
 from typing import Any, NamedTuple
@@ -296,6 +297,110 @@ FAMILIES: dict[str, tuple[dict[str, Any], ...]] = {
 }  # fmt: skip
 """The config fields of each variant. Together the variants have every option that changes a style of the plan."""
 
+_KV2 = _FLA | dict(num_key_value_heads=2)
+_TOP2 = _KV2 | dict(moe_intermediate_size=16)
+_ONLY_EXPERTS = {name: size for name, size in _TOP2.items() if name != "intermediate_size"}
+_MAMBA2 = _KV2 | dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_state=8)
+_GRANITE = _KV2 | dict(intermediate_size=16)
+_GPT = dict(n_embd=64, n_layer=2, vocab_size=96)
+_LINEAR_AND_FULL = dict(layer_types=["linear_attention", "full_attention"])
+_CONV_AND_FULL = dict(layer_types=["conv", "full_attention"])
+_DENSE_AND_SPARSE = dict(mlp_layer_types=["dense", "sparse"])
+_INDEXED = _TOP2 | _DENSE_AND_SPARSE | dict(num_key_value_heads=8, layer_types=["indexed_attention"] * 2)
+
+FURTHER: dict[str, dict[str, Any]] = {
+    # Dense decoders
+    "apertus": _KV2,
+    "arcee": _KV2 | dict(attention_bias=True, mlp_bias=True),
+    "bloom": dict(hidden_size=64, n_layer=2, vocab_size=96),
+    "cohere": _KV2,
+    "cwm": _KV2 | _SLIDING_AND_FULL,
+    "ernie4_5": _KV2 | dict(use_bias=True),
+    "exaone4": _KV2 | _SLIDING_AND_FULL,
+    "gemma": _KV2 | dict(num_key_value_heads=1),
+    "gemma4_text": _KV2
+    | dict(num_hidden_layers=4, sliding_window=6, num_kv_shared_layers=2)
+    | dict(hidden_size_per_layer_input=8, vocab_size_per_layer_input=96),
+    "glm": _KV2,
+    "hunyuan_v1_dense": _KV2 | dict(attention_bias=True),
+    "hyperclovax": _KV2,
+    "codegen": _GPT | dict(n_inner=48),
+    "gpt_bigcode": _GPT | dict(n_inner=48),
+    "gpt_neo": dict(
+        hidden_size=64, num_layers=2, vocab_size=96, intermediate_size=48, attention_types=[[["global", "local"], 1]]
+    ),
+    "gptj": _GPT | dict(n_inner=48),
+    "granite_swa": _KV2 | _SLIDING_AND_FULL | dict(layer_rope_theta=[10000.0, 10000.0]),
+    "internlm3": _KV2,
+    "iquestcoder": _KV2,
+    "jais2": _KV2,
+    "minicpm3": _KV2 | dict(num_key_value_heads=8),
+    "ministral": _KV2 | _SLIDING_AND_FULL,
+    "ministral3": _KV2,
+    "mpt": dict(d_model=64, n_layers=2, vocab_size=96),
+    "nanochat": _KV2,
+    "nemotron": _KV2 | dict(attention_bias=True, mlp_bias=True),
+    "olmo": _KV2 | dict(clip_qkv=0.5),
+    "persimmon": _FLA,
+    "phi": _KV2 | dict(qk_layernorm=True),
+    "seed_oss": _KV2,
+    "vaultgemma": _KV2 | _SLIDING_AND_FULL,
+    "youtu": _KV2 | dict(num_key_value_heads=8),
+    # Mixtures of experts
+    "afmoe": _TOP2 | _SLIDING_AND_FULL | dict(num_experts=4),
+    "cohere2_moe": _GRANITE,
+    "dots1": _TOP2,
+    "ernie4_5_moe": _TOP2 | dict(use_bias=True, moe_num_experts=4),
+    "exaone_moe": _TOP2 | _SLIDING_AND_FULL | _DENSE_AND_SPARSE | dict(num_experts=4),
+    "flex_olmo": _GRANITE | _BALANCE,
+    "flint": _TOP2 | _BALANCE | _SLIDING_AND_FULL | dict(num_experts=4, shared_expert_intermediate_size=24),
+    "granitemoe": _GRANITE | _BALANCE,
+    "granitemoe_swa": _GRANITE | _BALANCE | _SLIDING_AND_FULL | dict(layer_rope_theta=[10000.0, 10000.0]),
+    "granitemoeshared": _GRANITE | _BALANCE | dict(shared_intermediate_size=24),
+    "hunyuan_v1_moe": _GRANITE | dict(num_experts=4),
+    "hy_v3": _TOP2 | _DENSE_AND_SPARSE,
+    "glm4_moe_lite": _TOP2 | _DENSE_AND_SPARSE | dict(num_key_value_heads=8),
+    "kolibri1": _ONLY_EXPERTS,
+    "mellum": _TOP2 | _BALANCE | _SLIDING_AND_FULL,
+    "minimax_m2": _GRANITE | _BALANCE,
+    "mimo_v2_flash": _TOP2 | _SLIDING_AND_FULL | _DENSE_AND_SPARSE,
+    "sarvam_mla": _TOP2 | dict(num_key_value_heads=8),
+    "sarvam_moe": _TOP2,
+    "solar_open": _ONLY_EXPERTS,
+    # Latent attention to indexed keys
+    "deepseek_v32": _INDEXED,
+    "glm_moe_dsa": _INDEXED | dict(indexer_types=["full", "full"]),
+    "hy_v4": _INDEXED | dict(indexer_types=["full", "shared"]),
+    # Linear attention, state spaces and convolutions
+    "bamba": _MAMBA2 | dict(attn_layer_indices=[1]),
+    "falcon_h1": _MAMBA2 | dict(mamba_d_ssm=128),
+    "granitemoehybrid": _GRANITE | _BALANCE | _LINEAR_AND_FULL | dict(mamba_n_heads=8, mamba_d_state=8),
+    "falcon_mamba": dict(hidden_size=64, num_hidden_layers=2, state_size=8, vocab_size=96),
+    "jamba": _KV2 | dict(num_experts=4, output_router_logits=True, router_aux_loss_coef=0.1),
+    "kimi_linear": _TOP2 | _LINEAR_AND_FULL | _DENSE_AND_SPARSE | dict(num_key_value_heads=8),
+    "lfm2": _KV2 | _CONV_AND_FULL,
+    "lfm2_moe": _TOP2 | _CONV_AND_FULL,
+    "lfm3": _KV2 | _CONV_AND_FULL,
+    "lara_mini": _ONLY_EXPERTS | _BALANCE | _LINEAR_AND_FULL | dict(shared_expert_intermediate_size=24, num_experts=4),
+    "minimax": _GRANITE | _BALANCE | _LINEAR_AND_FULL,
+    "nemotron_h": dict(
+        hidden_size=64, vocab_size=96, intermediate_size=48, num_key_value_heads=2, mamba_num_heads=8, ssm_state_size=8,
+        moe_intermediate_size=16, moe_shared_expert_intermediate_size=24, n_routed_experts=4
+    ),
+    "olmo_hybrid": _KV2 | _LINEAR_AND_FULL,
+    "qwen3_5_text": _KV2 | _LINEAR_AND_FULL,
+    "qwen3_5_moe_text": _ONLY_EXPERTS
+    | _BALANCE
+    | _LINEAR_AND_FULL
+    | dict(shared_expert_intermediate_size=24, num_experts=4),
+}  # fmt: skip
+"""Architectures whose plans are made of the same styles as those above: the config fields of one variant each.
+
+`make test-all` proves each of them with one plain step for each way to split, and `verify --all` with all conditions."""
+
+BESIDES = FAMILIES.keys() | FURTHER.keys()
+"""The names of all architectures that are not in `ARCHITECTURES`."""
+
 ODD = dict(intermediate_size=45, vocab_size=97)
 """Sizes that no degree divides. For gemma3 only the first is used."""
 EVERY = (*ARCHITECTURES, "tiny")
@@ -304,6 +409,8 @@ EVERY = (*ARCHITECTURES, "tiny")
 
 def fields(name: str, *, options: bool = True) -> dict[str, Any]:
     """Return the config fields of a registered architecture that differ from its debug flavor."""
+    if name in FURTHER:
+        return FURTHER[name]
     if name in FAMILIES:
         return FAMILIES[name][0]
     architecture = ARCHITECTURES[name]

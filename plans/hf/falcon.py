@@ -24,15 +24,8 @@ class FalconPlan(GPTNeoXPlan):
         }
 
     def model_functions(self, model: Any):
-        return {"transformer.build_alibi_tensor": local_alibi} if model.config.alibi else {}
-
-
-def local_alibi(build, ranks):
-    """Wrap `build`, which makes biases [batch * heads, 1, sequence], to return those of this rank's heads."""
-
-    def local(mask, heads, *args, **kwargs):
-        biases = build(mask, heads, *args, **kwargs).unflatten(0, (-1, heads))
-        local_heads = heads // ranks.degree
-        return biases.narrow(1, local_heads * ranks.rank, local_heads).flatten(0, 1)
-
-    return local
+        return (
+            {"transformer.build_alibi_tensor": self.heads_of_result(model.config.num_attention_heads)}
+            if model.config.alibi
+            else {}
+        )

@@ -1,4 +1,6 @@
-"""The plan of GPT-NeoX and Pythia: each head's query, key and value rows are adjacent in one projection."""
+"""The plans of GPT-NeoX, Pythia and Persimmon: each head's query, key and value rows are adjacent in one projection."""
+
+from typing import Any
 
 from torch import nn
 
@@ -18,3 +20,15 @@ class GPTNeoXPlan(TPPlan):
             "query_key_value": self.colwise(interleaved=True),
             "dense": self.rowwise(),
         }
+
+
+@register_plan("persimmon")
+class PersimmonPlan(GPTNeoXPlan):
+    """Queries and keys are normed head by head."""
+
+    def attn_plan(self, attn: Any) -> Plan:
+        norms = ("q_layernorm", "k_layernorm") if attn.qk_layernorm else ()
+        return super().attn_plan(attn) | dict.fromkeys(norms, self.replicated_in_region())
+
+    def local_attributes(self, attn: nn.Module) -> dict[str, int]:
+        return self.divide_by_degree(attn, "num_heads")

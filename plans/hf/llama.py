@@ -9,9 +9,32 @@ from torch import nn
 from titanplans import Plan, TPPlan, register_plan
 
 
-@register_plan("llama", "mistral", "gemma2", "cohere2", "smollm3", "granite", "helium")
+@register_plan(
+    "llama",
+    "mistral",
+    "ministral",
+    "ministral3",
+    "gemma",
+    "gemma2",
+    "vaultgemma",
+    "cohere",
+    "cohere2",
+    "smollm3",
+    "granite",
+    "helium",
+    "olmo",
+    "ernie4_5",
+    "cwm",
+    "seed_oss",
+    "hyperclovax",
+    "internlm3",
+    "iquestcoder",
+)
 class LlamaPlan(TPPlan):
     """Heads and MLP width are split, norms are replicated."""
+
+    attn_out: str = "o_proj"
+    """The projection of attention back to the hidden size."""
 
     def attn_plan(self, attn: nn.Module) -> Plan:
         return {
@@ -19,5 +42,5 @@ class LlamaPlan(TPPlan):
             "q_proj": self.colwise(),
             "k_proj": self.kv_colwise(attn),
             "v_proj": self.kv_colwise(attn),
-            "o_proj": self.rowwise(),
+            self.attn_out: self.rowwise(),
         }

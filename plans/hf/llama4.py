@@ -11,4 +11,3 @@ class Llama4Plan(ExpertsPlan):
 
     router = "router"
     shared_mlp = "shared_expert"
-    balance = None

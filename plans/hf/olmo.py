@@ -1,4 +1,4 @@
-"""The plan of OLMo 2 and 3: queries and keys are normed over all heads together."""
+"""The plans of OLMo 2, 3 and Hybrid: queries and keys are normed over all heads together."""
 
 from typing import Any
 
@@ -14,3 +14,34 @@ class Olmo2Plan(LlamaPlan):
     def attn_plan(self, attn: Any) -> Plan:
         keys = self.split_norm(heads=self.kv_heads(attn), rows=len(attn.k_norm.weight))
         return super().attn_plan(attn) | {"q_norm": self.split_norm(), "k_norm": keys}
+
+
+@register_plan("olmo_hybrid")
+class OlmoHybridPlan(Olmo2Plan):
+    """Gated DeltaNet, split by value heads, and attention in one stack."""
+
+    head_names = ("num_v_heads", "num_attention_heads")
+    shared_head_names = ("num_k_heads", "num_key_value_heads")
+
+    def attn_plan(self, attn: Any) -> Plan:
+        if not hasattr(attn, "A_log"):
+            return super().attn_plan(attn)
+        keys = self.shared_heads(attn.key_dim, attn.num_k_heads)
+        by_value_head = ("v_proj", "a_proj", "b_proj", "g_proj", "A_log", "dt_bias")
+        return {
+            **self.attn_input(may_gather=True),  # its code sets padding to zero
+            **dict.fromkeys(("q_proj", "k_proj"), self.kv_colwise(attn)),
+            **dict.fromkeys(by_value_head, self.colwise()),
+            "conv1d": self.packed(keys, keys, attn.value_dim),
+            "o_norm": self.replicated_in_region(),
+            "o_proj": self.rowwise(),
+        }
+
+    def local_attributes(self, attn: Any) -> dict[str, int]:
+        if not hasattr(attn, "A_log"):
+            return {}
+        key_heads = self.heads_per_rank(attn.num_k_heads)
+        return self.divide_by_degree(attn, "num_v_heads", "value_dim") | {
+            "num_k_heads": key_heads,
+            "key_dim": key_heads * attn.head_k_dim,
+        }

@@ -7,7 +7,7 @@ from titanplans import Plan, register_plan
 from .llama import LlamaPlan
 
 
-@register_plan("glm4")
+@register_plan("glm", "glm4")
 class Glm4Plan(LlamaPlan):
     """Gate and up are one projection."""
 

@@ -12,12 +12,11 @@ class Qwen2Plan(LlamaPlan):
     """The biases are split with their projections."""
 
 
-@register_plan("qwen3")
+@register_plan("qwen3", "exaone4")
 class Qwen3Plan(LlamaPlan):
-    """`q_norm` and `k_norm` have one weight for all heads; each rank's gradient covers only its heads."""
+    """`head_norms` have one weight for all heads; each rank's gradient covers only its heads."""
+
+    head_norms: tuple[str, ...] = ("q_norm", "k_norm")
 
     def attn_plan(self, attn: nn.Module) -> Plan:
-        return super().attn_plan(attn) | {
-            "q_norm": self.replicated_in_region(),
-            "k_norm": self.replicated_in_region(),
-        }
+        return super().attn_plan(attn) | dict.fromkeys(self.head_norms, self.replicated_in_region())

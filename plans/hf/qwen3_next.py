@@ -1,10 +1,12 @@
-"""The plan of Qwen3-Next: Gated DeltaNet and gated attention in one stack, Qwen2-MoE's experts."""
+"""The plans of Qwen3-Next and Qwen3.5: Gated DeltaNet and gated attention in one stack, Qwen2-MoE's experts."""
 
 from typing import Any
 
 from titanplans import Plan, register_plan
 
+from .experts import ExpertsPlan
 from .mixtral import Qwen2MoePlan
+from .qwen import Qwen3Plan
 
 
 @register_plan("qwen3_next")
@@ -37,3 +39,56 @@ class Qwen3NextPlan(Qwen2MoePlan):
             ("num_k_heads", "num_v_heads", "key_dim", "value_dim") if hasattr(attn, "in_proj_qkvz") else ()
         )
         return self.divide_by_degree(attn, *counts)
+
+
+@register_plan("qwen3_5_text")
+class Qwen35Plan(Qwen3Plan):
+    """Gated DeltaNet is split by value heads, and value heads share the query and key heads of their group.
+
+    In attention the rows of each head's query and gate are adjacent.
+    """
+
+    head_names = ("num_v_heads", "num_attention_heads")
+    shared_head_names = ("num_k_heads", "num_key_value_heads")
+
+    def attn_plan(self, attn: Any) -> Plan:
+        if not hasattr(attn, "in_proj_qkv"):
+            return super().attn_plan(attn) | {"q_proj": self.colwise(interleaved=True)}
+        keys = self.shared_heads(attn.key_dim, attn.num_k_heads)
+        by_head = ("in_proj_z", "in_proj_b", "in_proj_a", "A_log", "dt_bias")
+        return {
+            **self.attn_input(may_gather=True),  # its code sets padding to zero
+            "in_proj_qkv": self.packed(keys, keys, attn.value_dim),
+            "conv1d": self.packed(keys, keys, attn.value_dim),
+            **dict.fromkeys(by_head, self.colwise()),
+            "norm": self.replicated_in_region(),
+            "out_proj": self.rowwise(),
+        }
+
+    def local_attributes(self, attn: Any) -> dict[str, int]:
+        if not hasattr(attn, "in_proj_qkv"):
+            return {}
+        key_heads = self.heads_per_rank(attn.num_k_heads)
+        return self.divide_by_degree(attn, "num_v_heads", "value_dim") | {
+            "num_k_heads": key_heads,
+            "key_dim": key_heads * attn.head_k_dim,
+        }
+
+
+@register_plan("lara_mini")
+class LaraMiniPlan(ExpertsPlan, Qwen35Plan):
+    """Mixers as in Qwen3.5, but attention has no gate; a shared expert without a gate."""
+
+    shared_mlp = "shared_expert"
+
+    def attn_plan(self, attn: Any) -> Plan:
+        plan = super().attn_plan(attn)
+        return plan if hasattr(attn, "in_proj_qkv") else plan | {"q_proj": self.colwise()}
+
+
+@register_plan("qwen3_5_moe_text")
+class Qwen35MoePlan(ExpertsPlan, Qwen35Plan):
+    """Mixers as in the dense model, and Qwen2-MoE's experts."""
+
+    shared_mlp = "shared_expert"
+    in_region = ("shared_expert_gate",)

@@ -84,10 +84,10 @@ def uncached():
 
 @pytest.mark.usefixtures("uncached")
 def test_another_package_adds_families_by_an_entry_point(tmp_path, monkeypatch):
-    package(tmp_path, "sizes_of_mine", "olmo.toml", "sizes_of_mine")
+    package(tmp_path, "sizes_of_mine", "my_olmo.toml", "sizes_of_mine")
     monkeypatch.syspath_prepend(tmp_path)
-    assert available()["olmo"] == ("tiny",)
-    assert load_config("olmo", "tiny").hidden_size == 64
+    assert available()["my_olmo"] == ("tiny",)
+    assert load_config("my_olmo", "tiny").hidden_size == 64
 
 
 @pytest.mark.usefixtures("uncached")

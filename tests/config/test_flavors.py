@@ -58,7 +58,7 @@ def test_every_foreign_name_leads_to_a_flavor_and_hides_none():
     ("name", "flavor", "message"),
     [
         ("llamma", "debug", "'llamma' is unknown; did you mean llama"),
-        ("zzzzz", "debug", "'zzzzz' is unknown; available: abc, bitnet, .* give its config.json"),
+        ("zzzzz", "debug", "'zzzzz' is unknown; available: abc, .*, bitnet, .* give its config.json"),
         ("qwen3", "7B", "'qwen3' has no flavor '7B'; did you mean 1.7B"),
         ("llama3", "8b", r"'llama3' .*has no flavor '8b' here; did you mean 8B"),
     ],

@@ -197,13 +197,17 @@ def test_the_fused_loss_of_every_architecture(name):
         "cohere2": {"logit_scale": 0.25},
         "granite": {"logits_scaling": 3.0},
     }
-    model = zoo.build(name, **changes.get(name, {})).eval()
+    model = zoo.build(name, **changes.get(name, {})).double().eval()  # a router may keep a type of its own
     inputs = zoo.inputs(name)
     labels = inputs["input_ids"].roll(-1, 1)
 
     def logits():
         return call(model, inputs).logits
 
+    if name == "minicpm3":  # scales the input of its head by the field that scales the logits of other models
+        with pytest.raises(NotFused, match="as the model's config says"), FusedLoss(model)(labels):
+            logits()
+        return
     with torch.no_grad():
         expected = cross_entropy(logits(), labels, 1)
         with FusedLoss(model, chunk_tokens=7)(labels):

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import AutoModelForCausalLM, FalconH1Config, LlamaConfig
 
+from tests import zoo
 from titanplans import modeling
 from titanplans.modeling import ModelError
 
@@ -72,6 +73,11 @@ OPTIONS = {
 @pytest.mark.parametrize(("name", "options"), [(name, each) for name in OPTIONS for each in OPTIONS[name]])
 def test_initial_weights_are_those_of_the_models_code(name, options):
     _assert_as_constructed(_initialized(modeling.load_config(name, "debug", **options)))
+
+
+@pytest.mark.parametrize("name", zoo.FURTHER)
+def test_initial_weights_of_further_architectures_are_those_of_their_code(name):
+    _assert_as_constructed(_initialized(zoo.config(name)))
 
 
 @pytest.mark.parametrize(

@@ -135,4 +135,4 @@ def test_a_style_that_sends_more_is_named(name, key, install, sent):
     for block in communication.decoder.blocks:
         for direction, operation in zip(("forward", "backward"), sent, strict=True):
             over = [(c.operation, c.module) for c in communication.exceeding(block.name, direction)]
-            assert over == [(operation, f"{block.mixer}.{key}")]
+            assert over == [(operation, f"{block.mixers[0]}.{key}")]

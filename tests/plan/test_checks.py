@@ -323,7 +323,7 @@ def test_the_structure_of_a_decoder_is_found():
     decoder = find_decoder(Tiny())
     block = decoder.blocks[1]
     assert (decoder.embedding, decoder.norm, decoder.head, decoder.towers) == ("embed", "norm", "lm_head", ())
-    assert (block.name, block.mixer, block.mlp) == ("layers.1", "layers.1.attn", "layers.1.mlp")
+    assert (block.name, block.mixers, block.mlps) == ("layers.1", ("layers.1.attn",), ("layers.1.mlp",))
     assert block.norms == ("layers.1.attn_norm", "layers.1.mlp_norm")
     assert block.kind == "Block (Attention, MLP)"
     assert decoder.mixer_around("layers.1.attn.q_proj") == "layers.1.attn"

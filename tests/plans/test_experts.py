@@ -88,7 +88,9 @@ WRONG = {
 def test_a_wrong_plan_is_rejected_with_its_module(name):
     plan, module = WRONG[name]
     model_type = next(
-        name for name, plan_class in registered_plans().items() if plan_class is plan.__mro__[1]
+        name
+        for name, plan_class in registered_plans().items()
+        if plan_class is plan.__mro__[1] and name in zoo.FAMILIES
     )
     report = proved(config(model_type), plan)
     assert not report.passed

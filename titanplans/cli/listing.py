@@ -38,16 +38,16 @@ class Architecture(NamedTuple):
 
 
 def listing() -> str:
-    """Return a table of the registered plans: class, model types, token mixers, and what is split (heads, for most)."""
+    """Return a table of the registered plans: class, token mixers, what is split (heads, for most), and model types."""
     by_plan: dict[type[TPPlan], tuple[list[str], list[str]]] = {}
     for column, table in enumerate((registered_plans(), registered_mixers())):
         for name, plan in table.items():
             by_plan.setdefault(plan, ([], []))[column].append(name)
-    rows = [("plan", "model types", "token mixers", "split by")]
+    rows = [("plan", "token mixers", "split by", "model types")]
     for plan, (types, mixers) in by_plan.items():
         by = "heads" if plan.head_names == TPPlan.head_names else ", ".join(plan.head_names)
         name = f"{plan.__module__}:{plan.__qualname__}"
-        rows.append((name, ", ".join(types) or "-", ", ".join(mixers) or "-", by or "nothing"))
+        rows.append((name, ", ".join(mixers) or "-", by or "nothing", ", ".join(types) or "-"))
     return "\n".join(
         [*columns(rows), *map(fitted, _not_loaded()), "titanplans list MODEL_TYPE ...: what each rank holds"]
     )

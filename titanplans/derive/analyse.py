@@ -248,6 +248,6 @@ def _shared_head_name(split: SlicedRegion) -> str | None:
     return min(usual or others, key=_length, default=None)
 
 
-def relative(block: Block, name: str | None) -> str | None:
+def relative(block: Block, name: str) -> str:
     """Return the name of a block's part relative to the block."""
-    return None if name is None else name.removeprefix(f"{block.name}.")
+    return name.removeprefix(f"{block.name}.")

@@ -31,27 +31,26 @@ def shorten(source: Source, plan: type[TPPlan], model: nn.Module, exclude: Itera
         source: the source of a class whose base is TPPlan.
         plan: that class.
         model: the model that it splits.
-        exclude: model types whose registered plans can't be the base.
+        exclude: model types whose registered plans can't be the base, also if other types have the same plan.
     """
     own = _results(plan, model)
     best = source
-    excluded = set(exclude)
-    registered = {
-        cls
-        for model_type, cls in registered_plans().items()
-        if model_type not in excluded and _is_importable(cls)
-    }
-    bases = sorted(registered, key=lambda cls: (len(cls.__mro__), cls.__module__, cls.__name__))
+    registered = registered_plans()
+    excluded = {registered[model_type] for model_type in exclude if model_type in registered}
+    candidates = {cls for cls in registered.values() if _is_importable(cls)} - excluded
+    bases = sorted(candidates, key=lambda cls: (len(cls.__mro__), cls.__module__, cls.__name__))
     for base in [TPPlan, *bases]:
         try:
             inherited = _results(base, model)
         except _ERRORS:
             inherited = {}  # it does not fit this model, but the class may override what does not
         kept = {
-            method: lines for method, lines in source.methods.items() if own[method] != inherited.get(method)
+            method: lines
+            for method, lines in source.methods.items()
+            if method not in own or own[method] != inherited.get(method)
         }
         shorter = replace(source, base=base, methods=kept, attributes=_needed(source, base))
-        if _size(shorter) >= _size(best):
+        if _cost(shorter) >= _cost(best):
             continue
         try:
             is_same = _results(shorter.execute(), model) == own
@@ -71,8 +70,9 @@ _ERRORS = (PlanError, NotImplementedError, AttributeError, KeyError, TypeError, 
 """What the methods of a plan may raise for modules that they were not written for."""
 
 
-def _size(source: Source) -> int:
-    return len(source.attributes) + sum(map(len, source.methods.values()))
+def _cost(source: Source) -> int:
+    """Return the number of lines to write, plus the base's ancestors, so that of similar bases the simplest is taken."""
+    return len(source.attributes) + sum(map(len, source.methods.values())) + len(source.base.__mro__)
 
 
 def _needed(source: Source, base: type[TPPlan]) -> list[str]:

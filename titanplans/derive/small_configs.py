@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import PretrainedConfig
 
 from titanplans import modeling
@@ -53,19 +54,6 @@ _SIZES = (
     _Size(("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"), 256, 256),
     _Size(("vocab_size",), 96, 96),
     _Size(("num_nextn_predict_layers", "num_kv_shared_layers"), 0, 0),
-    _Size(
-        (
-            "attention_dropout",
-            "resid_pdrop",
-            "embd_pdrop",
-            "attn_pdrop",
-            "hidden_dropout",
-            "dropout",
-            "embedding_dropout",
-        ),
-        0.0,
-        0.0,
-    ),
     _Size(("pad_token_id",), 0, 0),
     _Size(("bos_token_id",), 1, 1),
     _Size(("eos_token_id",), 2, 2),
@@ -75,6 +63,9 @@ _SIZES = (
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _KINDS = ("layer_types", "mlp_layer_types", "layers_block_type")
 """Fields with one entry per block."""
+
+_MOST_LAYERS = 4
+"""A config with at most so many layers keeps them."""
 
 _HEADS = ("num_key_value_heads", "num_kv_heads")
 
@@ -110,6 +101,7 @@ def _that_runs(config: PretrainedConfig, *, second: bool) -> tuple[PretrainedCon
             KeyError,
             IndexError,
             AttributeError,
+            StrictDataclassError,
         ) as error:
             reason = reason or f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
             continue
@@ -144,6 +136,10 @@ def _fields(config: PretrainedConfig, *, second: bool) -> dict[str, Any]:
             ):
                 continue
             fields[name] = [value] * len(old) if isinstance(old, list) else value
+    fields |= {name: 0.0 for name, value in known.items() if "drop" in name and isinstance(value, float)}
+    layers = next((known[name] for name in _LAYERS if name in known), 0)
+    if layers <= _MOST_LAYERS:  # other fields may name its layers, such as per_layer_config of Gemma 4
+        return fields
     kinds = {name: known[name] for name in _KINDS if isinstance(known.get(name), list) and known[name]}
     count = max([2, *(len(dict.fromkeys(entries)) for entries in kinds.values())])
     for name, entries in kinds.items():

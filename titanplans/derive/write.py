@@ -93,7 +93,11 @@ def _wrapped(line: str, width: int = 100) -> list[str]:
             parts.append(line[begin:position].strip())
             begin = position + 1
         if depth == 0:
-            inner = [wrapped for part in parts if part for wrapped in _wrapped(f"{indent}    {part},", width)]
+            # A comprehension is one part, after which no comma may stand.
+            comma = "," if len(parts) > 1 else ""
+            inner = [
+                wrapped for part in parts if part for wrapped in _wrapped(f"{indent}    {part}{comma}", width)
+            ]
             return [line[: first + 1], *inner, f"{indent}{line[position:]}"]
     return [line]
 
@@ -452,9 +456,9 @@ def _by_method(split: ModelSplit) -> dict[str, list[RegionSplit]]:
 
 
 def _method(block: BlockSplit, name: str) -> str:
-    if name == relative(block.block, block.block.mixer):
+    if name in [relative(block.block, mixer) for mixer in block.block.mixers]:
         return "attn_plan"
-    if name == relative(block.block, block.block.mlp):
+    if name in [relative(block.block, mlp) for mlp in block.block.mlps]:
         return "mlp_plan"
     return re.sub(r"\W", "_", name) + "_plan"
 

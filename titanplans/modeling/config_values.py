@@ -104,7 +104,8 @@ def unread_keys(
     """
     known = {*inspect.signature(type(config)).parameters, *config.attribute_map, "auto_map"}
     for key, value in values.items():
-        inner = getattr(config, key, None)
+        # Not getattr: a size that differs between layers can't be read as an attribute.
+        inner = vars(config).get(key)
         if isinstance(inner, PretrainedConfig):
             yield from unread_keys(value or {}, inner)  # null: the class's default
         elif key not in known and not key.startswith("_") and not hasattr(type(config), key):

@@ -84,7 +84,7 @@ def load_config_file(path: str | PathLike[str]) -> PretrainedConfig:
             where = f"model config {str(path)!r}"
         if path.exists() and not path.is_file():
             raise ModelError(f"{where} is not a file")  # reading a pipe would block
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"), object_hook=_special_float)
     except OSError as error:
         raise ModelError(f"{where} can't be read: {error.strerror}") from error
     # JSONDecodeError names line and column, UnicodeDecodeError the byte.
@@ -118,6 +118,11 @@ def load_config_file(path: str | PathLike[str]) -> PretrainedConfig:
             f"code reads it; {did_you_mean(key, _fields(owner), 'remove it if it does not')}"
         )
     return config
+
+
+def _special_float(values: dict[str, Any]) -> Any:
+    """Return the number that transformers writes as `{"__float__": "Infinity"}`, or any other object unchanged."""
+    return float(values["__float__"]) if values.keys() == {"__float__"} else values
 
 
 def adjusted(config: PretrainedConfig, overrides: Mapping[str, Any]) -> PretrainedConfig:

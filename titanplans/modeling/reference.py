@@ -119,7 +119,7 @@ class Reference:
                     if self._buffers_only:
                         stack.enter_context(_to_meta(lambda parameter: True))
                     layer = unit.constructor()
-                _add_later_buffers(layer, unit.module)
+                self._add_later_buffers(layer, unit)
                 members = dict(reversed(list(layer.named_modules(prefix=unit.path))))  # children first
             try:
                 self._run_init_weights(unit, members)
@@ -133,6 +133,25 @@ class Reference:
             if parameter is not None and parameter.is_meta and join(unit.path, name) not in self.tied:
                 full = torch.full_like(parameter, torch.nan, device=self.device)
                 unit.module._parameters[name] = _like(parameter, full)
+
+    def _add_later_buffers(self, layer: nn.Module, unit: InitUnit) -> None:
+        """Add to `layer` the buffers that the model registered in the unit after the layer's constructor.
+
+        If the model was constructed on meta, the `_init_weights` of the model around the unit gives them their values.
+        """
+        were_on_meta = False
+        for path, module in unit.module.named_modules():
+            buffers = layer.get_submodule(path)._buffers
+            for name, value in list(module._buffers.items()):
+                if name in buffers:
+                    continue
+                if value is not None and value.is_meta:
+                    were_on_meta = True
+                    module._buffers[name] = value = torch.full_like(value, torch.nan, device=self.device)
+                buffers[name] = value
+        if were_on_meta:
+            with torch.no_grad(), guard_torch_init_functions():
+                unit.owner._init_weights(unit.owner)
 
     def _run_init_weights(self, unit: InitUnit, members: dict[str, nn.Module]) -> None:
         """Do what `PreTrainedModel.initialize_weights` does, for the modules of one unit."""
@@ -195,13 +214,6 @@ def _constructing(device: torch.device, *, fill: bool = True) -> Iterator[None]:
         guard.fill_uninitialized_memory = filled  # pyrefly: ignore[missing-attribute]
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
         torch.set_default_dtype(dtype)
-
-
-def _add_later_buffers(layer: nn.Module, original: nn.Module) -> None:
-    """Add to `layer` the buffers that the model registered in `original` after the layer's constructor."""
-    for path, module in original.named_modules():
-        buffers = layer.get_submodule(path)._buffers
-        buffers.update({name: value for name, value in module._buffers.items() if name not in buffers})
 
 
 @contextmanager

@@ -68,7 +68,7 @@ def sample_inputs(
     """
     generator = torch.Generator().manual_seed(seed)
     text = config.get_text_config()
-    special = {text.pad_token_id}
+    special = {getattr(text, "pad_token_id", None)}  # the config of CodeGen has none
     if text is not config:
         special |= {getattr(config, f"{name}_token_id", None) for name in ("image", "boi", "eoi")}
     tokens = torch.tensor([token for token in range(text.vocab_size) if token not in special])

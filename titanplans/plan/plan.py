@@ -16,7 +16,13 @@ from titanplans.plan.options import TPOptions
 from titanplans.plan.plan_styles import Plan, PlanStyles
 from titanplans.plan.registry import mixer_plan_of, plan_for_mixer
 from titanplans.split.decoder import expand_keys, find_block, find_decoder, join
-from titanplans.split.local_code import Functions, count_once, full_width_norm, sum_over_ranks
+from titanplans.split.local_code import (
+    Functions,
+    count_once,
+    full_width_norm,
+    heads_of_result,
+    sum_over_ranks,
+)
 from titanplans.styles.kv_colwise import KVColwise
 
 QUERIES_PER_GROUP = ("num_kv_groups", "num_key_value_groups")
@@ -84,17 +90,17 @@ class TPPlan(PlanStyles):
         return plan
 
     def layer_plan(self, layer: nn.Module) -> Plan:
-        """Plan a block: its norms, its mixer with `attn_plan` and its MLP with `mlp_plan`.
+        """Plan a block: its norms, its mixers with `attn_plan` and its MLPs with `mlp_plan`.
 
-        If the mixer's class belongs to another registered plan, that plan's `attn_plan` is called.
+        If a mixer's class belongs to another registered plan, that plan's `attn_plan` is called.
         """
         block = find_block(layer)
         plan: Plan = {name: self.replicated_on_stream() for name in block.norms}
-        if block.mixer is not None:
-            mixer = layer.get_submodule(block.mixer)
-            plan |= prefixed(block.mixer, self.plan_of(mixer).attn_plan(mixer))
-        if block.mlp is not None:
-            plan |= prefixed(block.mlp, self.mlp_plan(layer.get_submodule(block.mlp)))
+        for name in block.mixers:
+            mixer = layer.get_submodule(name)
+            plan |= prefixed(name, self.plan_of(mixer).attn_plan(mixer))
+        for name in block.mlps:
+            plan |= prefixed(name, self.mlp_plan(layer.get_submodule(name)))
         return plan
 
     def attn_plan(self, attn: nn.Module) -> Plan:
@@ -189,12 +195,13 @@ class TPPlan(PlanStyles):
 
         A dotted name is the name of a module outside of the mixers, followed by the name of a function that its code
         calls. `self.count_once` is a maker for an additional loss of replicated tensors, such as a router's load-balancing
-        loss.
+        loss; `self.heads_of_result(heads)` one for biases by head, such as ALiBi's.
         """
         return {}
 
     count_once = staticmethod(count_once)
     full_width_norm = staticmethod(full_width_norm)
+    heads_of_result = staticmethod(heads_of_result)
     sum_over_ranks = staticmethod(sum_over_ranks)
 
     def kv_colwise(self, attn: nn.Module) -> ParallelStyle:

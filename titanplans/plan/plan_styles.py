@@ -24,6 +24,7 @@ from titanplans.styles.replicated_on_stream import ReplicatedOnStream
 from titanplans.styles.rowwise import Rowwise
 from titanplans.styles.rowwise_in_region import RowwiseInRegion
 from titanplans.styles.split_norm import SplitNorm
+from titanplans.styles.stream_arguments import StreamArguments
 from titanplans.styles.unsplit import Unsplit
 from titanplans.styles.vocab_embedding import VocabEmbedding
 from titanplans.styles.vocab_head import VocabHead
@@ -119,6 +120,7 @@ class PlanStyles:
     replicated_on_stream = ReplicatedOnStream
     replicated_off_stream = ReplicatedOffStream
     end_of_stream = EndOfStream
+    stream_arguments = StreamArguments
     vocab_embedding = VocabEmbedding
 
     def vocab_head(self) -> ParallelStyle:

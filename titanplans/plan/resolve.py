@@ -185,15 +185,17 @@ def _begin_stream(styles: Plan, entries: tuple[Entry, ...], embedding: str | Non
 def _with_unnamed_mixers(decoder: Decoder, entries: tuple[Entry, ...], source: TPPlan) -> Decoder:
     """Return `decoder` with the mixers that do not have a usual name.
 
-    In a block without a mixer of a usual name, the first region other than the MLP is taken for the mixer; a region whose
+    In a block without a mixer of a usual name, the first region other than the MLPs is taken for the mixer; a region whose
     head count is known is preferred.
     """
     regions = [entry.key for entry in entries if entry.style.opens]
     blocks = []
     for block in decoder.blocks:
-        candidates = [r for r in regions if r != block.mlp and (r == block.name or within(r, block.name))]
-        if block.mixer is None and candidates:
+        candidates = [
+            r for r in regions if r not in block.mlps and (r == block.name or within(r, block.name))
+        ]
+        if not block.mixers and candidates:
             candidates.sort(key=lambda region: not source.heads(block.child(region)))  # stable
-            block = replace(block, mixer=candidates[0])
+            block = replace(block, mixers=(candidates[0],))
         blocks.append(block)
     return replace(decoder, blocks=tuple(blocks))

@@ -1,7 +1,7 @@
 """Find the parts of a decoder by its structure, without importing a model library: `find_decoder`.
 
     decoder = find_decoder(model)
-    decoder.blocks[0].mixer        # "model.layers.0.self_attn"
+    decoder.blocks[0].mixers       # ("model.layers.0.self_attn",)
 
 It is called once, before anything wraps a module.
 """
@@ -21,8 +21,8 @@ _HALVES = ("self_layers", "cross_layers")
 _FINAL_NORMS = ("norm", "norm_f", "ln_f", "final_layernorm", "final_layer_norm", "final_norm")
 HEADS = ("lm_head", "output")
 _HEAD = "_head_of_plan"
-MIXERS = ("attn", "self_attn", "mixer", "linear_attn", "attention", "self_attention")
-MLPS = ("mlp", "ffn", "feed_forward")
+MIXERS = ("attn", "self_attn", "mixer", "linear_attn", "attention", "self_attention", "mamba", "conv")
+MLPS = ("mlp", "ffn", "feed_forward", "block_sparse_moe", "shared_mlp", "moe")
 
 
 class AbsentModule(nn.Module):
@@ -31,16 +31,20 @@ class AbsentModule(nn.Module):
 
 @dataclass(frozen=True)
 class Block:
-    """One block of a decoder: a token mixer, an MLP and norms. Names are fully qualified; None: there is no such module."""
+    """One block of a decoder: token mixers, MLPs and norms. Names are fully qualified.
+
+    Most blocks have one mixer and one MLP. Falcon-H1 has attention next to Mamba 2, and mixtures may have an MLP of shared
+    experts next to the mixture.
+    """
 
     name: str
     module: nn.Module = field(compare=False, repr=False)
-    mixer: str | None
-    """The token mixer: attention, linear attention, a state-space layer."""
-    mlp: str | None
+    mixers: tuple[str, ...]
+    """The token mixers: attention, linear attention, a state-space layer."""
+    mlps: tuple[str, ...]
     norms: tuple[str, ...]
     kind: str
-    """The class names of the block, its mixer and its MLP: "LlamaDecoderLayer (LlamaAttention, LlamaMLP)"."""
+    """The class names of the block, its mixers and its MLPs: "LlamaDecoderLayer (LlamaAttention, LlamaMLP)"."""
 
     def child(self, name: str) -> nn.Module:
         """Return the module of the block with the fully qualified name `name`."""
@@ -73,16 +77,16 @@ class Decoder:
     @property
     def mixers(self) -> dict[str, nn.Module]:
         """The token mixers by name."""
-        return {block.mixer: block.child(block.mixer) for block in self.blocks if block.mixer is not None}
+        return {name: block.child(name) for block in self.blocks for name in block.mixers}
 
     @property
     def mlps(self) -> dict[str, nn.Module]:
         """The MLPs by name."""
-        return {block.mlp: block.child(block.mlp) for block in self.blocks if block.mlp is not None}
+        return {name: block.child(name) for block in self.blocks for name in block.mlps}
 
     def mixer_around(self, name: str) -> str | None:
         """Return the name of the token mixer that contains the module `name`, or None."""
-        return next((b.mixer for b in self.blocks if b.mixer and name.startswith(f"{b.mixer}.")), None)
+        return next((m for block in self.blocks for m in block.mixers if name.startswith(f"{m}.")), None)
 
 
 def find_decoder(model: nn.Module, *, required: bool = True) -> Decoder:
@@ -129,13 +133,13 @@ def set_head(model: nn.Module, head: str | None) -> None:
 
 def find_block(module: nn.Module, name: str = "") -> Block:
     """Return the parts of the block `module`, whose fully qualified name is `name`."""
-    mixer, mlp = _first(MIXERS, module), _first(MLPS, module)
-    classes = [type(module._modules[child]).__name__ for child in (mixer, mlp) if child is not None]
+    mixers, mlps = _present(MIXERS, module), _present(MLPS, module)
+    classes = [type(module._modules[child]).__name__ for child in (*mixers, *mlps)]
     return Block(
         name,
         module,
-        mixer=None if mixer is None else join(name, mixer),
-        mlp=None if mlp is None else join(name, mlp),
+        mixers=tuple(join(name, child) for child in mixers),
+        mlps=tuple(join(name, child) for child in mlps),
         norms=tuple(join(name, child) for child, m in module.named_children() if "Norm" in type(m).__name__),
         kind=f"{type(module).__name__} ({', '.join(classes)})",
     )
@@ -176,9 +180,15 @@ def _towers(model: nn.Module, decoder: tuple[str, ...]) -> Iterator[tuple[str, .
 
 
 def _first(names: tuple[str, ...], module: nn.Module) -> str | None:
+    return next(iter(_present(names, module)), None)
+
+
+def _present(names: tuple[str, ...], module: nn.Module) -> tuple[str, ...]:
     children = module._modules
-    return next(
-        (name for name in names if name in children and not isinstance(children[name], AbsentModule)), None
+    return tuple(
+        name
+        for name in names
+        if children.get(name) is not None and not isinstance(children[name], AbsentModule)
     )
 
 

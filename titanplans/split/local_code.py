@@ -59,7 +59,8 @@ class HeadRanks(NamedTuple):
         return root_ratio(x, epsilon, self.group)
 
 
-Functions = Mapping[str, Callable[[Callable[..., Any], HeadRanks], Callable[..., Any]]]
+FunctionMaker = Callable[[Callable[..., Any], HeadRanks], Callable[..., Any]]
+Functions = Mapping[str, FunctionMaker]
 """Maps the name under which a module's code calls a function to a maker of the local function: maker(function, ranks).
 
 "F.linear" is the function `linear` of the module `F`; "retention.decay" the function `decay` that the function
@@ -184,6 +185,29 @@ def count_once(function: Callable[..., Any], ranks: HeadRanks) -> Callable[..., 
         return value
 
     return computed
+
+
+def heads_of_result(heads: int, dim: int = 0) -> FunctionMaker:
+    """Return a maker of local functions whose result has only this rank's heads.
+
+    For values that a model computes by a head's index and passes to its mixers, such as ALiBi's biases.
+
+    Args:
+        heads: the number of heads of the unsplit model.
+        dim: a dimension of the result whose size is a multiple of `heads`, with the heads last: [batch x heads].
+    """
+
+    def make(function: Callable[..., torch.Tensor], ranks: HeadRanks) -> Callable[..., torch.Tensor]:
+        local = heads // ranks.degree
+
+        @wraps(function)
+        def computed(*args: Any, **kwargs: Any) -> torch.Tensor:
+            by_head = function(*args, **kwargs).unflatten(dim, (-1, heads))
+            return by_head.narrow(dim + 1, local * ranks.rank, local).flatten(dim, dim + 1)
+
+        return computed
+
+    return make
 
 
 def sum_over_ranks(function: Callable[..., torch.Tensor], ranks: HeadRanks) -> Callable[..., torch.Tensor]:

@@ -246,7 +246,9 @@ def follow_forwards(
     if not stream.shards_sequence:
         return
     if begins_at is not None:
-        begins_at.register_forward_pre_hook(partial(_begin_at_input, stream), with_kwargs=True)
+        # Before the hooks of the block's styles, which work on shards.
+        begin = partial(_begin_at_input, stream)
+        begins_at.register_forward_pre_hook(begin, with_kwargs=True, prepend=True)
     for module in (model,) if base is model else (model, base):
         start = partial(_start, stream, module is model, has_head, positional(module))
         module.register_forward_pre_hook(start, with_kwargs=True)

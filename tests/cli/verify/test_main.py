@@ -25,10 +25,15 @@ QWEN3 = {
     "intermediate_size": 48,
     "vocab_size": 101,
 }
-OLMO = {key: size for key, size in QWEN3.items() if key != "head_dim"} | {
-    "model_type": "olmo",
-    "eos_token_id": 1,
-}
+OPT = dict(
+    model_type="opt",
+    vocab_size=96,
+    hidden_size=64,
+    word_embed_proj_dim=64,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    ffn_dim=48,
+)
 OWN = """
 from types import SimpleNamespace
 from titanplans import TPPlan, register_plan
@@ -111,7 +116,7 @@ ONE_CASE = ("--tp", "2", "--loss-parallel", "--sequence-parallel")
 def folder(tmp_path, monkeypatch):
     """Return a user's folder that is the current one and is on sys.path, as with `python -m`."""
     (tmp_path / "qwen3.json").write_text(json.dumps(QWEN3))
-    (tmp_path / "olmo.json").write_text(json.dumps(OLMO))
+    (tmp_path / "opt.json").write_text(json.dumps(OPT))
     (tmp_path / "own_plans_of_test_verify.py").write_text(OWN)
     (tmp_path / "degree_1.toml").write_text('[model]\nconfig = "qwen3.json"\n')
     (tmp_path / "broken_syntax.py").write_text("def f(:")
@@ -231,7 +236,7 @@ def test_a_job_is_proved_as_it_is_split(command, folder):
 @pytest.mark.parametrize(
     ("arguments", "model"),
     [
-        (("titanplans.plans.hf.qwen:Qwen3Plan", "--layers", "1"), "qwen3, flavor debug"),
+        (("titanplans.plans.hf.qwen:Qwen2Plan", "--layers", "1"), "qwen2, flavor debug"),
         (("own_plans_of_test_verify:Unregistered", "--model", "qwen3.json", "--layers", "1"), "qwen3.json"),
         (
             ("own_plans_of_test_verify:Unregistered", "--model", "own_plans_of_test_verify:small"),
@@ -278,9 +283,10 @@ def test_list_has_plans_model_types_mixers_and_their_heads(command):
     status, out, _ = command("list")
     assert status == 0
     (row,) = [line.split() for line in out.splitlines() if "GLAPlan" in line]
-    assert row == ["titanplans.plans.fla.gla:GLAPlan", "gla", "fla.layers.gla.GatedLinearAttention", "heads"]
-    assert "llama, mistral" in out
-    by = {line.split()[0].rpartition(":")[2]: line.split()[-1] for line in out.splitlines()[1:-1]}
+    assert row == ["titanplans.plans.fla.gla:GLAPlan", "fla.layers.gla.GatedLinearAttention", "heads", "gla"]
+    assert "granite, helium" in out
+    cells = [re.split(r" {2,}", line) for line in out.splitlines()[1:-1]]
+    by = {plan.rpartition(":")[2]: split_by for plan, _, split_by, _ in cells}
     assert by["HGRNPlan"] == "input_dim"  # channels
     assert [name for name, split_by in by.items() if split_by == "nothing"] == ["BitNetPlan"]  # replicated
 
@@ -319,7 +325,7 @@ def test_progress_is_one_line_in_a_terminal(monkeypatch):
 
 OURS = "own_plans_of_test_verify"
 REFUSED = {
-    "a name that is no path": (("verify", "x" * 5000), "is unknown; available: abc, "),
+    "a name that is no path": (("verify", "x" * 5000), "; for any other Hugging Face model give its config.json"),
     "a folder for the output": (("verify", "gla", "--output", "."), "--output .: Is a directory"),
     "an output in no folder": (("verify", "gla", "--output", "no/x"), "--output no/x: No such file or directory"),
     "no subject": (("verify",), "one of the arguments SUBJECT --all is required"),
@@ -374,10 +380,10 @@ REFUSED = {
     "no plan": (("verify", f"{OURS}:small"), "neither a TPPlan class nor a dict"),
     "registered for no model": (("verify", f"{OURS}:Unregistered"), "for no named model: name the model with --model"),
     "registered for two": (
-        ("verify", "titanplans.plans.hf.llama:LlamaPlan"), "and llama and mistral and smollm3: name the model",
+        ("verify", "titanplans.plans.hf.llama:LlamaPlan"), "is registered for cohere and cohere2 and ",
     ),
     "incomplete": (("verify", f"{OURS}:DICT", "--model", "qwen3"), "are covered by no key of DictPlan"),
-    "no registered plan": (("verify", "olmo.json"), "no plan is registered for OlmoForCausalLM"),
+    "no registered plan": (("verify", "opt.json"), "no plan is registered for OPTForCausalLM"),
     "GPU kernel": (
         ("verify", f"{OURS}:Whole", "--model", f"{OURS}:rebased"),
         "titanplans verify ... --device cuda",

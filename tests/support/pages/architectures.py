@@ -57,7 +57,7 @@ def variants(name: str) -> str:
     """Return an architecture's proved options: for each variant, the config fields that differ between the variants."""
     if name in zoo.ARCHITECTURES:
         return ", ".join(f"{k} = {v}" for k, v in zoo.ARCHITECTURES[name].options.items()) or "plain"
-    all_fields = zoo.FAMILIES[name]
+    all_fields = zoo.FAMILIES.get(name) or (zoo.FURTHER[name],)
     first = all_fields[0]
     common = {key for key in first if all(fields.get(key) == first[key] for fields in all_fields)}
     texts = [

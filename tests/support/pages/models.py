@@ -6,11 +6,13 @@ python docs/generate.py models.md     # writes the page
 import re
 from collections.abc import Iterator
 
+from torch import nn
 from transformers import PretrainedConfig
 
 from tests import zoo
 from tests.support.paths import GENERATED, ROOT
 from titanplans import kernels, modeling
+from titanplans.split.decoder import find_decoder
 
 PAGE = GENERATED / "models.md"
 HEAD = """# Named sizes
@@ -35,7 +37,7 @@ def rows() -> Iterator[tuple[object, ...]]:
     for name, flavors in modeling.available().items():
         source = sources(name)
         for flavor in flavors:
-            if flavor == "debug" and name in zoo.FAMILIES:
+            if flavor == "debug" and name in zoo.BESIDES:
                 continue
             config = modeling.load_config(name, flavor)
             model = modeling.build(config)
@@ -46,8 +48,7 @@ def rows() -> Iterator[tuple[object, ...]]:
                 *(name, flavor, text.hidden_size, text.num_hidden_layers, heads),
                 first(text, "num_key_value_heads", "num_kv_heads") or heads,
                 first(text, "v_head_dim", "head_dim") or "",
-                width(text)
-                or next(m.in_features for n, m in model.named_modules() if n.endswith("down_proj")),
+                width(text) or width_of_mlp(model),
                 *(f"{text.vocab_size:,}", "yes" if text.tie_word_embeddings else "no"),
                 *(f"{count:,}", source.get(flavor, "")),
             )
@@ -69,6 +70,13 @@ def width(config: PretrainedConfig) -> str:
     if config.model_type == "llama4_text":
         shared = each
     return f"{experts} x {each}" + (f" + {shared}" if shared else "")
+
+
+def width_of_mlp(model: nn.Module) -> int | str:
+    """Return the number of inputs of the last projection of the first MLP; "" if blocks have no MLP."""
+    for mlp in find_decoder(model).mlps.values():
+        return [module for module in mlp.modules() if isinstance(module, nn.Linear)][-1].in_features
+    return ""
 
 
 def sources(name: str) -> dict[str, str]:

@@ -62,9 +62,8 @@ def apply_activation_checkpointing(
             module.__dict__[_BUDGET] = _budget_settings(options, dump_folder)
             continue
         if options.mode == "keep_mixer":
-            mixer = find_block(module, name).mixer
-            assert mixer is not None  # blocks without a mixer are not in `names`
-            _replace(model, mixer, partial(Kept, preserve_rng_state=options.preserve_rng_state))
+            for mixer in find_block(module, name).mixers:
+                _replace(model, mixer, partial(Kept, preserve_rng_state=options.preserve_rng_state))
             wrapped["context_fn"] = keep_modules
         elif keeps_operators(options):
             wrapped["context_fn"] = keep_operators(module, name, options)
@@ -102,8 +101,8 @@ def check_activation_checkpointing(model: nn.Module, options: ActivationCheckpoi
                     f"{class_name(model)} already has activation checkpointing: build the model again"
                 )
             if options.mode == "mlp":
-                recomputed.append(block.mlp)
-            elif index % every == 0 and (options.mode != "keep_mixer" or block.mixer is not None):
+                recomputed += block.mlps
+            elif index % every == 0 and (options.mode != "keep_mixer" or block.mixers):
                 recomputed.append(name)
     # Attributes of transformers' models: the name since version 5, and the one before.
     flag = "is_activation_checkpointing"

@@ -161,7 +161,7 @@ def _not_asked(plan: Plan, decoder: Decoder, name: str) -> str:
         if name.startswith(f"{block.name}."):
             child = name.removeprefix(f"{block.name}.").partition(".")[0]
             path = join(block.name, child)
-            if path in (block.mixer, block.mlp) or any(key == path or within(key, path) for key in plan):
+            if path in (*block.mixers, *block.mlps) or any(key == path or within(key, path) for key in plan):
                 return ""
             return (
                 f". attn_plan is called for a block's {either(MIXERS)}, mlp_plan for its {either(MLPS)}, and norms are "

@@ -233,7 +233,7 @@ def keep_plain_between_graphs(model: nn.Module) -> None:
     """
     for block in find_decoder(model, required=False).blocks:
         if has_fla_module(block.module):
-            for name in filter(None, (block.mixer, block.mlp)):
+            for name in (*block.mixers, *block.mlps):
                 keep_border_plain(
                     block.child(name), "its compiled graphs can't pass a float8 tensor to each other"
                 )

@@ -1,0 +1,122 @@
+"""The plans of Granite's mixtures, Bamba and Falcon-H1: Mamba 2 as transformers implements it, next to attention."""
+
+from typing import Any
+
+from torch.nn.functional import silu
+
+from titanplans import Plan, register_plan
+
+from .experts import ExpertsPlan
+from .llama import LlamaPlan
+
+
+class HybridPlan(LlamaPlan):
+    """Mamba 2 is split by heads. Heads share B and C by groups, and so do ranks if there are fewer groups than ranks."""
+
+    head_names = ("num_heads", "num_attention_heads")
+    shared_head_names = ("n_groups", "num_key_value_heads")
+
+    def attn_plan(self, attn: Any) -> Plan:
+        if not hasattr(attn, "A_log"):
+            return super().attn_plan(attn)
+        width, groups = attn.intermediate_size, attn.n_groups
+        shared = self.shared_heads(groups * attn.ssm_state_size, groups)
+        return {
+            **self.attn_input(may_gather=True),  # its code sets padding to zero
+            "in_proj": self.packed(width, width, shared, shared, attn.num_heads),
+            "conv1d": self.packed(width, shared, shared),
+            "A_log": self.colwise(),
+            "D": self.colwise(),
+            "dt_bias": self.colwise(),
+            **self.norm_plan(attn),
+            "out_proj": self.rowwise(),
+        }
+
+    def norm_plan(self, attn: Any) -> Plan:
+        """Plan the gated norm of Mamba 2, which is over each group's width."""
+        return {"norm": self.split_norm(statistic=gated_input, groups=attn.n_groups)}
+
+    def local_attributes(self, attn: Any) -> dict[str, int]:
+        if not hasattr(attn, "A_log"):
+            return {}
+        groups = self.heads_per_rank(attn.n_groups)
+        local = self.divide_by_degree(attn, "num_heads", "intermediate_size") | {"n_groups": groups}
+        width = local["intermediate_size"]
+        return (
+            local
+            | {"conv_dim": width + 2 * groups * attn.ssm_state_size}
+            | self.norm_attributes(attn, width, groups)
+        )
+
+    def norm_attributes(self, attn: Any, width: int, groups: int) -> dict[str, int]:
+        """Return the local attributes of the norm, for a rank's width and groups."""
+        return {"norm.group_size": width // groups}
+
+    def local_functions(self, attn: Any) -> dict[str, Any]:
+        return {"mamba2_split_conv1d_scan_combined": without_fused_kernel} if hasattr(attn, "A_log") else {}
+
+
+def gated_input(x, gate):
+    """Return the tensor whose root mean square the norm divides by: the gated input."""
+    return x * silu(gate)
+
+
+def without_fused_kernel(fused, ranks):
+    """Replace the kernel of mamba-ssm that includes norm and output projection, in which ranks can't sum.
+
+    The mixer calls its modules if the function returns None, which is what it returns where mamba-ssm is not installed.
+    """
+    return lambda *args, **kwargs: None
+
+
+@register_plan("bamba")
+class BambaPlan(HybridPlan):
+    """Blocks have either Mamba 2 or attention."""
+
+
+@register_plan("falcon_h1")
+class FalconH1Plan(HybridPlan):
+    """Each block has Mamba 2 and attention, both of the same input. `mup_vector` scales the rows of `in_proj`."""
+
+    def attn_plan(self, attn: Any) -> Plan:
+        plan = super().attn_plan(attn)
+        if not hasattr(attn, "A_log"):
+            return plan
+        width, groups = attn.intermediate_size, attn.n_groups
+        shared = self.shared_heads(groups * attn.ssm_state_size, groups)
+        return plan | {"mup_vector": self.packed(width, width, shared, shared, attn.num_heads, dim=2)}
+
+    def norm_plan(self, attn: Any) -> Plan:
+        if not attn.mamba_rms_norm:
+            return {}
+        statistic = None if attn.norm.norm_before_gate else gated_input
+        return {"norm": self.split_norm(statistic=statistic, groups=attn.n_groups)}
+
+    def norm_attributes(self, attn: Any, width: int, groups: int) -> dict[str, int]:
+        return {"norm.n_groups": groups} if attn.mamba_rms_norm else {}
+
+
+class GraniteMoePlan(ExpertsPlan):
+    """The mixture is `block_sparse_moe`; a shared MLP with gate and up in one projection may be next to it."""
+
+    router = "router"
+
+    def mlp_plan(self, mlp: Any) -> Plan:
+        if not hasattr(mlp, "input_linear"):
+            return super().mlp_plan(mlp)
+        width = mlp.output_linear.in_features
+        return {
+            **self.mlp_input("hidden_states"),
+            "input_linear": self.packed(width, width),
+            "output_linear": self.rowwise(),
+        }
+
+
+@register_plan("granitemoe", "granitemoeshared")
+class GraniteMoeDensePlan(GraniteMoePlan):
+    """Attention as in Llama."""
+
+
+@register_plan("granitemoehybrid")
+class GraniteHybridPlan(GraniteMoePlan, HybridPlan):
+    """Blocks have either Mamba 2 or attention."""
