@@ -30,6 +30,7 @@ from titanplans.training.checkpoint.manifest import (
 )
 from titanplans.training.checkpoint.match import describe_model_changes
 from titanplans.training.checkpoint.model_card import write_model_card
+from titanplans.training.checkpoint.multi_token import find_layers
 from titanplans.training.checkpoint.weights import (
     adapter_weights,
     add_base_weights,
@@ -119,7 +120,7 @@ def export(
                 source.base or "the base model",
             )
         return f"{folder}: {describe_size(folder)}, adapters that peft.PeftModel.from_pretrained reads"
-    weights, note = source.weights, ""
+    weights, note, weights_folder = source.weights, "", checkpoint
     if source.adapted_model is not None:
         adapters = named_adapted(source.adapted_model)
         if any(map(is_quantised, adapters.values())):
@@ -129,7 +130,7 @@ def export(
             )
         if source.is_adapter_only:
             is_recorded = base is None and source.manifest is not None
-            base_folder = _require_base(source.base, what, is_recorded=is_recorded)
+            weights_folder = base_folder = _require_base(source.base, what, is_recorded=is_recorded)
             overrides = source.manifest.job.get("model.config_overrides", ()) if source.manifest else ()
             plain = modeling.build(source.config)
             base_tensors = base_weights(plain, base_folder, f"{what}: {base_folder}", overrides)
@@ -149,6 +150,9 @@ def export(
             f"{what}: --chat-template belongs to a tokenizer, but there is none; pass a tokenizer's folder with --tokenizer"
         )
     template_text = None if template is None else _read_template(template, what)
+    layers = find_layers(weights_folder, modeling.build(source.config))
+    if layers is not None:
+        note += f"; {layers.describe()}"
     with written_atomically(folder) as directory:
         write_folder(
             directory,
@@ -158,6 +162,7 @@ def export(
             max_shard_size=max_shard_size,
             tokenizer=tokenizer,
             chat_template=template_text,
+            others=None if layers is None else layers.tensors(),
         )
         write_model_card(directory, title or folder.name, source.config, source.manifest)
     tokenizer_text = (
