@@ -182,7 +182,7 @@ def _shards(folder: Path) -> Iterator[str]:
 
 def _is_unreachable(error: Exception) -> bool:
     if isinstance(error, HfHubHTTPError):
-        return error.response.status_code >= 500
+        return error.response.status_code >= 500 or error.response.status_code == 429  # too many requests
     return isinstance(error, OfflineModeIsEnabled | LocalEntryNotFoundError | httpx.TransportError)
 
 

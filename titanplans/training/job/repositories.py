@@ -48,7 +48,7 @@ def with_commits(job: JobConfig, *, resumes: bool) -> JobConfig:
         return job
     saved = _saved_repositories(job) if resumes else {}
     wanted = {
-        option: saved[option] if _is_newest_of(repository, saved.get(option)) else repository
+        option: saved[option] if _keeps_commit(repository, saved.get(option)) else repository
         for option, repository in repositories.items()
     }
     commits = json.loads(_on_rank(0, "commits", lambda: _download(job, wanted)))
@@ -107,7 +107,7 @@ def _saved_repositories(job: JobConfig) -> dict[str, hub.Repository]:
     return {option: repository for option, repository in repositories.items() if repository is not None}
 
 
-def _is_newest_of(repository: hub.Repository, saved: hub.Repository | None) -> bool:
+def _keeps_commit(repository: hub.Repository, saved: hub.Repository | None) -> bool:
     """Whether the job asks for the newest commit of the repository that the checkpoint names with its commit."""
     return saved is not None and repository.revision is None and repository.name == saved.name
 
