@@ -50,7 +50,11 @@ COMMANDS = {
         0,
         "Training completed",
     ),
-    "data configs/gla_340M.toml --sequences 2": (("--training.dataset=stdlib",), 2, "assets/gla-1.3B-100B"),
+    "data configs/gla_340M.toml --sequences 2": (
+        ("--training.dataset=stdlib",),
+        2,
+        'model.hf_assets_path = "fla-hub/gla-1.3B-100B": the Hub can\'t be reached',
+    ),
     "train configs/gla_340M.toml": (("--print-config",), 0, 'flavor = "340M"'),
     "train configs/gla_340M.toml --training.steps 20 --checkpoint.no-enable": (
         ("--print-config",),
@@ -88,6 +92,14 @@ def test_every_command_of_the_readme_is_tested():
     assert commands_of_readme() <= set(COMMANDS)
 
 
+def without_network(arguments: list[str]) -> None:
+    """Run titanplans without the Hub, and with an empty cache of its files."""
+    from huggingface_hub import constants
+
+    constants.HF_HUB_OFFLINE, constants.HF_HUB_CACHE = True, "cache"
+    jobs.run_titanplans(arguments)
+
+
 @pytest.mark.parametrize("command", [pytest.param(c, marks=MINUTES) if c in SLOW else c for c in COMMANDS])
 def test_a_command_does_what_the_readme_says(command, tmp_path):
     added, status, message = COMMANDS[command]
@@ -97,7 +109,7 @@ def test_a_command_does_what_the_readme_says(command, tmp_path):
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "one.txt").write_text("all work and no play makes jack a dull boy\n" * 2000)
-    process = jobs.start([*shlex.split(command), *added], tmp_path)
+    process = jobs.start([*shlex.split(command), *added], tmp_path, without_network)
     process.join(5 * jobs.PATIENCE)
     ended = process.exitcode
     process.kill()  # does nothing if the process has ended

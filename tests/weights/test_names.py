@@ -1,13 +1,18 @@
 """Weights whose names are not those of the module tree: the hub's names, and names of older flash-linear-attention."""
 
+import re
+from types import SimpleNamespace
+
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
 from tests import zoo
 from tests.support.refusals import refusal
 from titanplans import load_weights, modeling
 from titanplans.errors import ModelError
+from titanplans.weights.names import multi_token_names
 
 
 def packed(state):
@@ -120,3 +125,23 @@ def test_two_names_for_one_tensor_are_refused(tmp_path):
         tmp_path, lambda state: state.update({"model.layers.0.mlp.gate.weight": torch.zeros(4, 64)})
     )
     assert "are both named model.layers.0.mlp.gate.weight" in message
+
+
+@pytest.mark.parametrize(
+    ("model_type", "names", "others"),
+    [
+        ("deepseek_v3", ["model.layers.61.eh_proj.weight"], ["model.layers.62.enorm.weight"]),
+        ("glm4_moe", ["model.layers.46.shared_head.head.weight"], ["model.layers.47.enorm.weight"]),
+        ("mimo_v2_flash", ["model.mtp.layers.0.eh_proj.weight"], ["model.layers.48.mlp.up_proj.weight"]),
+        ("qwen3_next", ["mtp.fc.weight", "mtp.layers.0.mlp.gate.weight"], ["lm_head.bias"]),
+        ("qwen3_5_text", ["mtp.pre_fc_norm_hidden.weight"], ["model.visual.blocks.0.norm1.weight"]),
+        ("ernie4_5_moe", ["model.mtp_block.0.mlp.up_proj.weight", "model.mtp_emb_norm.0.weight"], []),
+        ("hy_v4", ["model.mtp_layers.0.enorm.weight"], []),
+    ],
+)
+def test_names_of_multi_token_prediction(model_type, names, others):
+    config = CONFIG_MAPPING[model_type]()
+    patterns = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._keys_to_ignore_on_load_unexpected
+    unexpected = [*names, *others]
+    ignored = [name for name in unexpected if any(re.search(pattern, name) for pattern in patterns)]
+    assert multi_token_names(SimpleNamespace(config=config), unexpected, ignored) == names

@@ -81,8 +81,10 @@ def _show(job: Any, count: int) -> None:
     from titanplans.training.job import resolve
     from titanplans.training.job.checks import check_data
     from titanplans.training.job.loaders import open_training_data
+    from titanplans.training.job.repositories import with_commits
     from titanplans.training.trainer import documents
 
+    job = with_commits(job, resumes=job.checkpoint.enable)
     config = resolve.hf_config(job)
     _, notes = check_data(job)
     documents.check_documents(job, config)

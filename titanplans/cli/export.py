@@ -22,7 +22,10 @@ _COMMANDS = {
     ),
     "import": (
         "Write a Hugging Face folder to a distributed checkpoint, for a job's checkpoint.initial_load_path.",
-        {"folder": "a folder with safetensors files", "checkpoint": "the new folder"},
+        {
+            "folder": "a folder with safetensors files, or owner/name of the Hub",
+            "checkpoint": "the new folder",
+        },
     ),
 }
 """The description of each command, and the names and help of its source and target."""
@@ -41,12 +44,20 @@ def main(argv: list[str]) -> int:
     with stop_on_signals():
         _check_folders(command, arguments)
         if command == "import":
-            from titanplans.training.checkpoint.convert import import_folder
-
-            print(import_folder(**vars(arguments)))
+            _import(**vars(arguments))
             return 0
         _export(**vars(arguments))
     return 0
+
+
+def _import(*, folder: Path, **options: Any) -> None:
+    from titanplans.hub import local_folder
+
+    # Before torch is imported, and with a new target, since the download may take hours.
+    local = Path(local_folder(str(folder), f"import {folder}", weights=True))
+    from titanplans.training.checkpoint.convert import import_folder
+
+    print(f"{'' if local == folder else f'{folder}, from {local}; '}{import_folder(local, **options)}")
 
 
 def _export(*, push_to_hub: str | None, private: bool, **options: Any) -> None:
@@ -71,12 +82,18 @@ def _export(*, push_to_hub: str | None, private: bool, **options: Any) -> None:
 def _check_folders(command: str, arguments: argparse.Namespace) -> None:
     """Refuse a source that does not exist and a target that exists, before torch is imported."""
     source, target = (getattr(arguments, name) for name in _COMMANDS[command][1])
-    if not source.is_dir():
+    if not source.is_dir() and not (command == "import" and _is_repository(source)):
         siblings = sorted(path.name for path in source.parent.glob("*/"))
         remedy = did_you_mean(source.name, siblings, "name one that is there")
         raise ConfigError(f"{command} {source}: there is no such folder; {remedy}")
     if is_taken(target):
         raise ConfigError(f"{command}: {target} already exists and is not overwritten; name a new folder")
+
+
+def _is_repository(source: Path) -> bool:
+    from titanplans.hub import repository_of
+
+    return repository_of(str(source)) is not None
 
 
 def parser(command: str) -> argparse.ArgumentParser:
@@ -93,15 +110,19 @@ def parser(command: str) -> argparse.ArgumentParser:
         add(name, metavar=name.upper(), type=Path, help=help_text)
     dtypes = ("float32", "bfloat16", "float16")
     add("--dtype", choices=dtypes, help="dtype of the written weights; default: unchanged")
-    words = "a config.json or its folder, for a checkpoint of torchtitan, which has no config"
+    words = "a config.json, its folder or repository, for a checkpoint of torchtitan, which has no config"
     add("--config", help=words)
     if command == "export":
         add("--max-shard-size", default="5GB", metavar="SIZE", help="maximum size of a file; default: 5GB")
         words = "write only the adapters, in peft's format, instead of adding them to the weights"
         add("--adapter", action="store_true", help=words)
-        words = "weights to which a checkpoint of adapters is added: a Hugging Face or step-N folder; default: the job's"
+        words = "weights to which adapters are added: a Hugging Face or step-N folder, or owner/name; default: the job's"
         add("--base", metavar="FOLDER", help=words)
-        add("--tokenizer", metavar="FOLDER", help="tokenizer to copy into the folder; default: the job's")
+        add(
+            "--tokenizer",
+            metavar="FOLDER",
+            help="folder or owner/name of the tokenizer to copy; default: the job's",
+        )
         words = "a Jinja file that replaces the tokenizer's template; default: the job's chat_template"
         add("--chat-template", metavar="FILE", help=words)
         words = "then upload the folder to this repository of the Hugging Face Hub, which is created if it does not exist"

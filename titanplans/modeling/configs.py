@@ -1,6 +1,7 @@
 """Create a `transformers` config from a model's name and flavor (`load_config`), or from a config.json (`load_config_file`).
 
-The network is not used: models that are not in the installed `transformers` or `fla`, and remote code, are refused.
+Models that are not in the installed `transformers` or `fla`, and remote code, are refused. The network is used only for a
+config.json that a repository of the Hugging Face Hub names.
 """
 
 import copy
@@ -20,6 +21,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 from titanplans.config.families import Family, families, find_flavor
 from titanplans.errors import ModelError, did_you_mean
 from titanplans.extras import as_missing_library, is_installed, missing_library
+from titanplans.hub import local_folder
 from titanplans.modeling.config_values import check_values, unread_keys
 from titanplans.modeling.user_model import user_model_config
 from titanplans.text import show
@@ -69,15 +71,20 @@ def load_config(name: str, flavor: str, **overrides: Any) -> PretrainedConfig:
 
 
 def load_config_file(path: str | PathLike[str]) -> PretrainedConfig:
-    """Return the config in a Hugging Face config.json, or in a folder that has one.
+    """Return the config in a Hugging Face config.json, or in a folder or a repository of the Hub that has one.
 
     Every `model_type` of the installed `transformers` and `fla` is supported.
 
+    Args:
+        path: the file, the folder, or "owner/name[@revision]", if there is no such file or folder.
+
     Raises:
+        ConfigError: the repository can't be downloaded; see `titanplans.hub.download`.
         ModelError: the file does not exist or is not a JSON object, `model_type` is missing or unknown, a value has a wrong
             type or is out of range, the model is quantised, or the config class refuses a value.
     """
     where = f"model config {str(path)!r}"
+    path = local_folder(str(path), where)
     try:
         if (path := Path(path)).is_dir():
             path = path / "config.json"

@@ -20,6 +20,7 @@ from titanplans.adapters.low_rank import takes_adapter
 from titanplans.config import LoRA
 from titanplans.disk import sync
 from titanplans.errors import ModelError
+from titanplans.hub import repository_of
 from titanplans.split.adapted import LowRank, is_factor, is_transposed, low_rank_of
 from titanplans.split.decoder import without_wrappers
 from titanplans.split.objects import rank
@@ -195,15 +196,17 @@ def options_of_peft(values: Mapping[str, Any], where: str) -> LoRA:
 
 
 def base_model(folder: str | os.PathLike[str]) -> str | None:
-    """Return the base model in peft's adapter_config.json: a folder or a name on the hub.
+    """Return the base model in peft's adapter_config.json: a folder, or "owner/name[@revision]" on the hub.
 
     Call `adapter_options` first, which checks the file.
     """
-    return json.loads((Path(folder) / CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    values = json.loads((Path(folder) / CONFIG).read_text(encoding="utf-8"))
+    base, revision = values.get("base_model_name_or_path"), values.get("revision")
+    return base if not base or os.path.exists(base) or not revision else f"{base}@{revision}"
 
 
 def adapter_config(model: nn.Module, base_model: str | None = None) -> dict[str, Any]:
-    """Return the adapter_config.json of the adapters of `model`.
+    """Return the adapter_config.json of the adapters of `model`; `base_model` is a folder, or "owner/name[@revision]".
 
     Raises:
         ModelError: there are no adapters, or they differ in rank or scaling.
@@ -224,10 +227,12 @@ def adapter_config(model: nn.Module, base_model: str | None = None) -> dict[str,
         (m._modules["lora_dropout"] for m in modules.values() if "lora_dropout" in m._modules), None
     )
     saved = {name.rpartition(".")[0] for name in trained_names(model) if not is_factor(name)}
+    repository = None if base_model is None else repository_of(base_model)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if hasattr(model, "lm_head") else None,
-        "base_model_name_or_path": base_model,
+        "base_model_name_or_path": repository.name if repository else base_model,
+        "revision": repository.revision if repository else None,
         "r": low_rank.rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "lora_dropout": 0.0 if dropout is None else dropout.p,

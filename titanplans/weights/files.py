@@ -13,17 +13,10 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from titanplans.errors import ModelError, NotSaved
+from titanplans.hub import TEMPLATE_FILES, TOKENIZER_FILES
 from titanplans.text import format_bytes
 from titanplans.weights.folder import DTYPES
 
-_TOKENIZER = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
-    "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "merges.txt", "preprocessor_config.json",
-    "processor_config.json", "generation_config.json",
-)  # fmt: skip
-"""The files of a tokenizer, and generation_config.json."""
-_TEMPLATES = ("chat_template.jinja", "chat_template.json")
-"""The files of a chat template, which may also be in tokenizer_config.json."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -93,7 +86,7 @@ def copy_tokenizer(source: Path, directory: Path, chat_template: str | None = No
     Raises:
         ModelError: there is no file of a tokenizer, or a file can't be read.
     """
-    names = _TOKENIZER + (_TEMPLATES if chat_template is None else ())
+    names = TOKENIZER_FILES + (TEMPLATE_FILES if chat_template is None else ())
     paths = [source / name for name in names if (source / name).is_file()]
     if not paths:
         raise ModelError(
@@ -107,7 +100,7 @@ def copy_tokenizer(source: Path, directory: Path, chat_template: str | None = No
         (directory / path.name).write_bytes(content)
     if chat_template is None:
         return
-    (directory / _TEMPLATES[0]).write_text(chat_template, encoding="utf-8")
+    (directory / TEMPLATE_FILES[0]).write_text(chat_template, encoding="utf-8")
     config = directory / "tokenizer_config.json"
     if config.is_file() and "chat_template" in (values := json.loads(config.read_text(encoding="utf-8"))):
         del values["chat_template"]

@@ -117,6 +117,15 @@ def open_folder(path: str | os.PathLike[str]) -> Folder:
     return Folder(folder, entries)
 
 
+def open_file(path: Path) -> Folder:
+    """Read and check the header of one safetensors file, whatever its name.
+
+    Raises:
+        ModelError: it does not exist, or is damaged or truncated.
+    """
+    return Folder(path.parent, _read_header(path))
+
+
 def _read_index(index: Path) -> dict[str, str]:
     """Return the names of the files by tensor name."""
     if not index.is_file():

@@ -21,12 +21,16 @@ from titanplans.text import some
 from titanplans.weights.compare import check_tied_copies, describe_kinds, unify_tied
 from titanplans.weights.folder import Folder, open_folder
 from titanplans.weights.lazy import LazyTensor
-from titanplans.weights.names import from_hf_names
+from titanplans.weights.names import from_hf_names, multi_token_names
 
 _logger = logging.getLogger(__name__)
 
 UNEXPECTED = "unexpected, which a folder saved from the model lacks"
 """The kind of tensors in `Loaded.unexpected`, for `describe_kinds`."""
+
+
+MULTI_TOKEN = "of multi-token prediction, which are not trained"
+"""The kind of tensors in `Match.multi_token`, for `describe_kinds`."""
 
 
 class Loaded(NamedTuple):
@@ -44,8 +48,8 @@ class Loaded(NamedTuple):
     """The model's tensors that the folder lacks, which keep their values. There are none unless strict=False."""
 
     unexpected: tuple[str, ...]
-    """The folder's tensors that the model does not have: those that the model's class ignores, such as layers of multi-token
-    prediction, and with strict=False all others."""
+    """The folder's tensors that the model does not have: layers of multi-token prediction, others that the model's class
+    ignores, and with strict=False all others."""
 
 
 class Match(NamedTuple):
@@ -59,6 +63,8 @@ class Match(NamedTuple):
     """The name that a parameter is tied to, by its own name."""
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
+    multi_token: tuple[str, ...]
+    """Those of `unexpected` that belong to layers of multi-token prediction."""
 
 
 def load_weights(
@@ -74,7 +80,7 @@ def load_weights(
         model: a split or unsplit model that `titanplans.modeling.build` has built.
         folder: a folder with safetensors that have transformers' names: one file, or an index and several files.
         strict: raise an error if the folder lacks a tensor of the model, or has an unexpected one that the model's class
-            does not ignore. If False, missing tensors keep their values.
+            does not ignore, other than layers of multi-token prediction. If False, missing tensors keep their values.
         seed: the seed for tensors that no folder has, such as adapters; has to be the same on every rank.
 
     Returns:
@@ -103,7 +109,8 @@ def load_weights(
     not_loaded = describe_kinds(
         {
             "missing, which keep their values": loaded.missing,
-            UNEXPECTED: loaded.unexpected,
+            MULTI_TOKEN: match.multi_token,
+            UNEXPECTED: [name for name in loaded.unexpected if name not in match.multi_token],
         }
     )
     _logger.info(
@@ -133,6 +140,7 @@ def match_folder(model: PreTrainedModel, folder: Folder, *, strict: bool = True)
     # Compare with the unsplit model, since a split one has other classes and names.
     plain = build(config)
     tensors, unexpected, ignored = from_hf_names(plain, folder.tensors)
+    multi_token = multi_token_names(plain, unexpected, ignored)
     expected: dict[str, torch.Tensor] = plain.state_dict()
     tied = {name: source for name, source in plain.all_tied_weights_keys.items() if name in expected}
     mismatched = [
@@ -145,7 +153,7 @@ def match_folder(model: PreTrainedModel, folder: Folder, *, strict: bool = True)
     changes = describe_kinds(
         {
             "missing": missing if strict else (),
-            "unexpected": [name for name in unexpected if strict and name not in ignored],
+            "unexpected": [name for name in unexpected if strict and name not in {*ignored, *multi_token}],
             "of another shape or type": mismatched,
         }
     )
@@ -154,7 +162,7 @@ def match_folder(model: PreTrainedModel, folder: Folder, *, strict: bool = True)
             f"{folder.path} does not hold the weights of this model, {type(plain).__name__}: {changes}. Name the model's "
             "folder, or use the config.json that belongs to this folder"
         )
-    return Match(tensors, tied_copies, tied, tuple(missing), tuple(unexpected))
+    return Match(tensors, tied_copies, tied, tuple(missing), tuple(unexpected), tuple(multi_token))
 
 
 def _check_float32(model: PreTrainedModel, dtypes: dict[str, torch.dtype]) -> None:

@@ -25,6 +25,9 @@ from titanplans.errors import ModelError
 from titanplans.modeling.user_model import is_user_model
 from titanplans.weights.lazy import LazyTensor
 
+_MULTI_TOKEN = re.compile(r"(^|\.)mtp(_\w+)?\.")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
 
 def from_hf_names(
     model: PreTrainedModel, folder_tensors: Mapping[str, LazyTensor]
@@ -90,6 +93,38 @@ def from_hf_names(
         unexpected,
         [name for name in unexpected if any(re.search(pattern, name) for pattern in ignored)],
     )
+
+
+def multi_token_names(
+    model: PreTrainedModel, unexpected: Collection[str], ignored: Collection[str]
+) -> list[str]:
+    """Return those names in a Hugging Face folder that belong to layers of multi-token prediction.
+
+    The model's class ignores them, and they have a component such as `mtp`; or they belong to layers after the model's last,
+    which the class ignores, or which the config counts in `num_nextn_predict_layers`.
+
+    Args:
+        model: see `from_hf_names`.
+        unexpected, ignored: results of `from_hf_names`.
+    """
+    if is_user_model(model.config):
+        return []
+    config = model.config.get_text_config()
+    layers = getattr(config, "num_hidden_layers", 0)
+    # Some configs have it under the first name, which transformers maps to the second one.
+    predicted = (
+        getattr(config, "num_mtp_layers", None) or getattr(config, "num_nextn_predict_layers", None) or 0
+    )
+
+    def is_multi_token(name: str) -> bool:
+        layer = _LAYER.search(name)
+        if layer is not None and layers <= int(layer[1]) < layers + predicted:
+            return True
+        return name in ignored and (
+            _MULTI_TOKEN.search(name) is not None or (layer is not None and int(layer[1]) >= layers)
+        )
+
+    return [name for name in unexpected if is_multi_token(name)]
 
 
 def to_hf_names(model: PreTrainedModel, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:

@@ -87,6 +87,7 @@ def write_folder(
     max_shard_size: int | str,
     tokenizer: str | os.PathLike[str] | None,
     chat_template: str | None = None,
+    others: Mapping[str, LazyTensor] | None = None,
     seal: Callable[[Path], None] = sync,
 ) -> None:
     """Write all files of a model into `directory`, and sync them to the disk. Collective if reading `tensors` is.
@@ -97,6 +98,7 @@ def write_folder(
         tensors: the tensors by parameter name. A tied tensor may occur under several names, with equal values.
         dtype, max_shard_size, tokenizer: see `save_weights`.
         chat_template: Jinja that replaces the tokenizer's template.
+        others: on rank 0, tensors that the model's class does not have, by their names in the folder; their dtypes are kept.
         seal: called on rank 0 with each complete file, to sync it to the disk.
 
     Raises:
@@ -110,8 +112,10 @@ def write_folder(
         name: dtype if dtype and t.dtype.is_floating_point and not stays_float32(t.name) else t.dtype
         for name, t in hf_tensors.items()
     }
+    all_tensors = hf_tensors | dict(others or {})
+    all_dtypes = {name: dtypes.get(name, t.dtype) for name, t in all_tensors.items()}
     meta_tensors = {
-        name: torch.empty(t.shape, dtype=dtypes[name], device="meta") for name, t in hf_tensors.items()
+        name: torch.empty(t.shape, dtype=all_dtypes[name], device="meta") for name, t in all_tensors.items()
     }
     try:
         shards = split_torch_state_dict_into_shards(
@@ -121,7 +125,7 @@ def write_folder(
         raise ModelError(
             f"max_shard_size = {max_shard_size!r} is not a size; 500MB or 5GB would be"
         ) from error
-    values = ((name, lazy.read().to(dtypes[name])) for name, lazy in hf_tensors.items())
+    values = ((name, lazy.read().to(all_dtypes[name])) for name, lazy in all_tensors.items())
 
     def write() -> None:
         refuse_full(directory.parent, shards.metadata["total_size"])

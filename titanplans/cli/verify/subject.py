@@ -104,6 +104,7 @@ def find_model(words: str, flavor: str | None, option: str) -> Subject:
 
 def _job(path: str, request: Namespace) -> Subject:
     from titanplans.config import load_job
+    from titanplans.training.job.repositories import with_commits
     from titanplans.training.job.resolve import hf_config, model_name
 
     job = load_job([path])
@@ -123,6 +124,7 @@ def _job(path: str, request: Namespace) -> Subject:
         raise VerifyError(
             f"{path}: tensor_parallel_degree = 1 splits nothing, so nothing can be proved: add --tp 2, for example"
         )
+    job = with_commits(job, resumes=False)
     name, flavor = model_name(job)
     float8 = strategy_of(job).float8
     model = name if flavor == "config" else f"{name}, flavor {flavor}"

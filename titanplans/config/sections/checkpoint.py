@@ -28,11 +28,12 @@ class Checkpoint(Options, section="checkpoint", refuses=groups.checkpoint):
     """Steps from one checkpoint to the next; the last step is always saved."""
 
     initial_load_path: FilePath | None = None
-    """Checkpoint (a folder step-N) to start from, as long as the job's own folder holds none."""
+    """Checkpoint to start from, as long as the job's own folder holds none: a folder step-N, or, under initial_load_in_hf, a
+    Hugging Face folder or a repository of the Hugging Face Hub, as in hf_assets_path."""
 
     initial_load_in_hf: bool = False
-    """Start from a Hugging Face folder, which is initial_load_path or model.hf_assets_path, with the config and the
-    tokenizer of that folder."""
+    """Start from a Hugging Face folder or repository, which is initial_load_path or model.hf_assets_path, with its config
+    and tokenizer."""
 
     initial_load_model_only: bool = True
     """Load only the weights of initial_load_path, and begin at step 1; false: resume from it."""

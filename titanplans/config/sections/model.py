@@ -57,7 +57,8 @@ class Model(PlanOption, section="model", refuses=groups.model):
     """Size, such as "debug" or "1.3B"; unset: "debug", if neither config nor a Hugging Face folder names the model."""
 
     config: FilePath | None = None
-    """Path of a Hugging Face config.json, FLA's model types included; instead of name and flavor."""
+    """Path of a Hugging Face config.json, FLA's model types included, or a repository of the Hugging Face Hub, as in
+    hf_assets_path; instead of name and flavor."""
 
     config_overrides: dict[str, Any] | None = None
     """Fields of the model's config to change: lengths, rope and dropout. A nested table changes only the keys that it
@@ -71,7 +72,8 @@ class Model(PlanOption, section="model", refuses=groups.model):
     """Keyword arguments of the constructor of `class`."""
 
     hf_assets_path: FilePath | None = None
-    """Folder with the tokenizer.json; unset: the folder of initial_load_in_hf, or titanplans' own small tokenizer."""
+    """Folder with the tokenizer.json, or a repository of the Hugging Face Hub ("owner/name" or "owner/name@revision"), which
+    is downloaded if no such folder exists; unset: that of initial_load_in_hf, or titanplans' own small tokenizer."""
 
 
 class Batches(Corpus):

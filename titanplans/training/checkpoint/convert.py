@@ -17,6 +17,7 @@ from titanplans.precision.kept_dtypes import keeps_float32
 from titanplans.training.checkpoint import folder as folders
 from titanplans.training.checkpoint.manifest import Manifest
 from titanplans.training.checkpoint.match import compared_fields
+from titanplans.training.checkpoint.multi_token import find_layers
 from titanplans.training.checkpoint.storage import CheckpointWriter, cause_of
 from titanplans.training.checkpoint.weights import hf_folder_weights
 from titanplans.weights.files import refuse_full
@@ -47,12 +48,14 @@ def import_folder(
     to_dtype = None if dtype is None else getattr(torch, dtype)
     planner = _LazyPlanner(tensors, to_dtype, keeps_float32(plain, to_dtype))
     state = planner.meta_tensors
-    writer = CheckpointWriter(checkpoint, Manifest(0, "weights", compared_fields(hf_config), {}, {}))
+    layers = find_layers(folder, plain)
+    writer = CheckpointWriter(checkpoint, Manifest(0, "weights", compared_fields(hf_config), {}, {}), layers)
     writer.single_file_per_rank = False  # torch holds all tensors of a file in memory until it is written
     writing = folders.writing_path(checkpoint)
     try:
         writing.mkdir(parents=True)
-        refuse_full(checkpoint.parent, sum(tensor.nbytes for tensor in state.values()))
+        needed = sum(tensor.nbytes for tensor in state.values())
+        refuse_full(checkpoint.parent, needed + (0 if layers is None else layers.nbytes))
         dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
     except FileExistsError as error:
         raise ConfigError(
@@ -69,6 +72,7 @@ def import_folder(
         raise cause from error
     return (
         f"{checkpoint}: {describe_size(checkpoint)}; a job starts from it with checkpoint.initial_load_path"
+        f"{'' if layers is None else f'; {layers.describe()}'}"
     )
 
 

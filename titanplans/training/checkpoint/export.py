@@ -5,6 +5,7 @@ combines into one; with --adapter, it holds all adapters.
 """
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from titanplans import kernels, modeling
+from titanplans import hub, kernels, modeling
 from titanplans.adapters.add import add_adapters
 from titanplans.config import LoRA
 from titanplans.errors import ConfigError
@@ -29,6 +30,7 @@ from titanplans.training.checkpoint.manifest import (
 )
 from titanplans.training.checkpoint.match import describe_model_changes
 from titanplans.training.checkpoint.model_card import write_model_card
+from titanplans.training.checkpoint.multi_token import find_layers
 from titanplans.training.checkpoint.weights import (
     adapter_weights,
     add_base_weights,
@@ -76,11 +78,12 @@ def export(
         config: a config.json, or its folder; None: the manifest's config.
         dtype: dtype of the floating-point tensors in the files; None: as saved.
         max_shard_size: largest size of a file, in bytes or as "500MB".
-        tokenizer: a folder with a tokenizer; None: the job's tokenizer, or else the base model's, if there is one.
+        tokenizer: a folder or a repository with a tokenizer; None: the job's tokenizer, or else the base model's, if there
+            is one.
         chat_template: a Jinja file that replaces the tokenizer's template; None: the job's template.
         adapter: write only the adapters, in peft's format.
-        base: for a checkpoint of adapters only, a Hugging Face folder or a step-N folder with the base weights; None: the
-            folder that the manifest or peft's config names.
+        base: for a checkpoint of adapters only, a Hugging Face folder, a repository or a step-N folder with the base
+            weights; None: what the manifest or peft's config names.
         title: title of the model card, such as the name of a repository on the Hub; None: the folder's name.
 
     Raises:
@@ -117,7 +120,7 @@ def export(
                 source.base or "the base model",
             )
         return f"{folder}: {describe_size(folder)}, adapters that peft.PeftModel.from_pretrained reads"
-    weights, note = source.weights, ""
+    weights, note, weights_folder = source.weights, "", checkpoint
     if source.adapted_model is not None:
         adapters = named_adapted(source.adapted_model)
         if any(map(is_quantised, adapters.values())):
@@ -126,7 +129,8 @@ def export(
                 "with --adapter, then export that folder"
             )
         if source.is_adapter_only:
-            base_folder = _require_base(source.base, what)
+            is_recorded = base is None and source.manifest is not None
+            weights_folder = base_folder = _require_base(source.base, what, is_recorded=is_recorded)
             overrides = source.manifest.job.get("model.config_overrides", ()) if source.manifest else ()
             plain = modeling.build(source.config)
             base_tensors = base_weights(plain, base_folder, f"{what}: {base_folder}", overrides)
@@ -136,13 +140,19 @@ def export(
             least_dtype = to_dtype if source.manifest is None else next(factor_dtypes)
             weights = add_base_weights(weights, base_tensors, adapters, least_dtype)
         weights = merged(weights, adapters)
-    tokenizer = tokenizer or _tokenizer_folder(source)
+    if tokenizer is None:
+        tokenizer = _tokenizer_folder(source, what)
+    else:
+        tokenizer = _local_folder(tokenizer, what, [hub.TOKENIZER], is_recorded=False)
     template = None if tokenizer is None else chat_template or _chat_template(source, what)
     if chat_template is not None and tokenizer is None:
         raise ConfigError(
             f"{what}: --chat-template belongs to a tokenizer, but there is none; pass a tokenizer's folder with --tokenizer"
         )
     template_text = None if template is None else _read_template(template, what)
+    layers = find_layers(weights_folder, modeling.build(source.config))
+    if layers is not None:
+        note += f"; {layers.describe()}"
     with written_atomically(folder) as directory:
         write_folder(
             directory,
@@ -152,6 +162,7 @@ def export(
             max_shard_size=max_shard_size,
             tokenizer=tokenizer,
             chat_template=template_text,
+            others=None if layers is None else layers.tensors(),
         )
         write_model_card(directory, title or folder.name, source.config, source.manifest)
     tokenizer_text = (
@@ -172,7 +183,7 @@ class _ExportSource(NamedTuple):
     is_adapter_only: bool
     """Whether the base weights are missing."""
     base: str | None
-    """The folder of the base weights, if one is known."""
+    """The folder or the repository of the base weights, if one is known."""
 
 
 def _is_peft(folder: Path) -> bool:
@@ -182,7 +193,7 @@ def _is_peft(folder: Path) -> bool:
 def _open_peft_folder(folder: Path, what: str, config: str | None, base: str | None) -> _ExportSource:
     options = adapter_options(folder)
     base = base or base_model(folder)
-    hf_config, _ = _config_and_manifest(config, _require_base(base, what))
+    hf_config, _ = _config_and_manifest(config, _require_base(base, what, is_recorded=False))
     model = _build_with_adapters(hf_config, options)
     return _ExportSource(adapter_weights(model, folder), hf_config, None, model, True, base)
 
@@ -221,8 +232,23 @@ def _config_and_manifest(config_path: str | None, folder: Path) -> tuple[Pretrai
     return CONFIG_MAPPING[values["model_type"]].from_dict(values), manifest
 
 
-def _require_base(base: str | None, what: str) -> Path:
-    """Return the folder of the base weights; raise a ConfigError if it is unknown or does not exist."""
+def _local_folder(
+    folder: str, what: str, required: Sequence[str], *, is_recorded: bool, weights: bool = False
+) -> str:
+    """Return the local folder of a repository of the Hub, or `folder`.
+
+    `is_recorded` says that a manifest names it: jobs record the commit of a repository, so a name without one is a folder.
+    """
+    repository = hub.repository_of(folder)
+    if is_recorded and (repository is None or not repository.has_commit):
+        return folder
+    return hub.local_folder(folder, f"{what}: {folder}", required, weights=weights)
+
+
+def _require_base(base: str | None, what: str, *, is_recorded: bool) -> Path:
+    """Return the local folder of the base weights; raise a ConfigError if it is unknown or does not exist."""
+    if base is not None:
+        base = _local_folder(base, what, [hub.CONFIG], is_recorded=is_recorded, weights=True)
     if base is None or not os.path.isdir(base):
         reason = "nothing names their base weights" if base is None else f"there is no {base}"
         raise ConfigError(
@@ -231,16 +257,19 @@ def _require_base(base: str | None, what: str) -> Path:
     return Path(base)
 
 
-def _tokenizer_folder(source: _ExportSource) -> str | None:
-    """Return the folder of the job's tokenizer, or else of the base model's; None if there is none."""
+def _tokenizer_folder(source: _ExportSource, what: str) -> str | None:
+    """Return the local folder of the job's tokenizer, or else of the base model's; None if there is none."""
     if source.manifest is not None and source.manifest.job:
         job = source.manifest.job
         hf_folder = job.get("checkpoint.initial_load_in_hf") and job.get("checkpoint.initial_load_path")
         folder = job.get("model.hf_assets_path") or hf_folder or default_tokenizer_path()
+        folder = _local_folder(folder, what, [hub.TOKENIZER], is_recorded=True)
         if os.path.isdir(folder):
             return folder
-    has_tokenizer = source.base is not None and os.path.isfile(os.path.join(source.base, "tokenizer.json"))
-    return source.base if has_tokenizer else None
+    if source.base is None:
+        return None
+    folder = _local_folder(source.base, what, [hub.CONFIG], is_recorded=source.manifest is not None)
+    return folder if os.path.isfile(os.path.join(folder, hub.TOKENIZER)) else None
 
 
 def _chat_template(source: _ExportSource, what: str) -> str | None:

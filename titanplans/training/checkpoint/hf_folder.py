@@ -19,6 +19,7 @@ from titanplans.training.checkpoint.manifest import (
     initial_weights_folder,
     write_manifest,
 )
+from titanplans.training.checkpoint.multi_token import MultiTokenLayers
 from titanplans.weights.adapters import gather_adapter, write_adapter
 from titanplans.weights.atomic import on_first_rank
 from titanplans.weights.merged import full_tensors
@@ -38,6 +39,7 @@ def save_hf_folder(
     chat_template: str | None,
     dtype: torch.dtype,
     group: dist.ProcessGroup | None,
+    layers: MultiTokenLayers | None,
 ) -> None:
     """Write a folder step-N in Hugging Face's format. Collective; rank 0 writes.
 
@@ -48,6 +50,7 @@ def save_hf_folder(
         checkpoint: the folder step-N.
         manifest: the manifest without `files`, which are added here.
         config, tokenizer, chat_template, dtype: arguments of `write_folder`.
+        layers: on rank 0, the layers of multi-token prediction to write, too.
 
     Raises:
         NotSaved: the disk is full, or refuses to write. It is raised on every rank, and incomplete files are left in
@@ -76,6 +79,7 @@ def save_hf_folder(
         max_shard_size="5GB",
         tokenizer=tokenizer,
         chat_template=chat_template,
+        others=None if layers is None else layers.tensors(),
         seal=record,
     )
     if adapted(models[0]):

@@ -41,6 +41,7 @@ from titanplans.training.checkpoint.manifest import (
     read_manifest,
 )
 from titanplans.training.checkpoint.match import compared_fields, job_values, parameters_with_state
+from titanplans.training.checkpoint.multi_token import FILE, MultiTokenLayers, find_layers
 from titanplans.training.checkpoint.resume import FOLDER_OPTION, Resume, decide_resume
 from titanplans.training.checkpoint.storage import CheckpointReader, CheckpointWriter, Planner, cause_of
 from titanplans.training.job import resolve
@@ -95,6 +96,7 @@ class CheckpointManager:
         # Its thread is started when the first old checkpoint is removed.
         self._remover = ThreadPoolExecutor(1)
         self._chat_template: str | None = None
+        self._layers: MultiTokenLayers | None = None  # on rank 0
         if not self._saves:
             return
         if dist.get_rank() == 0:
@@ -166,7 +168,8 @@ class CheckpointManager:
                 state, names={name for model in self.models for name in trained_names(model)}
             )
         manifest = Manifest(step, holds, compared_fields(self._hf_config), self._job_values, {})
-        writer = CheckpointWriter(folder.checkpoint_path(self.path, step), manifest)
+        layers = None if self.options.save_adapters_only else self._newest_layers()
+        writer = CheckpointWriter(folder.checkpoint_path(self.path, step), manifest, layers)
         self._refuse_full(state)
         # An asynchronous save leaves its copies of the state in reference cycles. In the training loop automatic collection
         # is off, and the loop's own collections visit only young objects, but these copies are old once they are written.
@@ -195,6 +198,15 @@ class CheckpointManager:
         else:
             self._saving = response
 
+    def _newest_layers(self) -> MultiTokenLayers | None:
+        """Return the layers of multi-token prediction, on rank 0, as the job's newest checkpoint has them."""
+        # The checkpoint that they were loaded from may have been removed since.
+        if self._layers is not None and (steps := folder.steps(self.path)):
+            newest = folder.checkpoint_path(self.path, steps[-1])
+            if (newest / FILE).is_file():
+                self._layers = self._layers._replace(source=newest)
+        return self._layers
+
     def _weights(self) -> dict[str, Any]:
         return {name: value for model in self.models for name, value in model.state_dict().items()}
 
@@ -221,6 +233,7 @@ class CheckpointManager:
                 chat_template=self._chat_template,
                 dtype=getattr(torch, self.options.export_dtype),
                 group=self._pipeline,
+                layers=self._newest_layers(),
             )
         except NotSaved as error:
             if dist.get_rank() == 0:
@@ -311,6 +324,11 @@ class CheckpointManager:
                 self.load_weights(resume.source)
             else:
                 self._load_training(resume.source)
+            if self._saves and dist.get_rank() == 0:
+                source = self._base_weights() if is_own and self.options.save_adapters_only else resume.source
+                self._layers = find_layers(source, modeling.build(self._hf_config))
+                if self._layers is not None:
+                    _log.info(f"{self._layers.describe()}: checkpoints and exported folders have them")
             gc.collect()  # automatic collection is off in the training loop
             _log.info(f"{resume.source} is loaded ({time.monotonic() - began:.2f} s)")
         if not is_own and (adapter := self.options.initial_adapter_path) is not None:
@@ -346,9 +364,8 @@ class CheckpointManager:
     def _load_distributed(self, checkpoint: Path, state: dict[str, Any]) -> None:
         """Load `state` from a distributed checkpoint; with save_adapters_only, load the base weights first."""
         if self.options.save_adapters_only and checkpoint.parent == self.path:
-            base = resolve.hf_weights_folder(self.job) or self.options.initial_load_path
-            _log.info(f"the base weights are loaded from {base}")
-            self.load_weights(Path(str(base)))
+            _log.info(f"the base weights are loaded from {self._base_weights()}")
+            self.load_weights(self._base_weights())
         with self._raise_one_line(f"{checkpoint} can't be loaded"):
             reader = CheckpointReader(checkpoint)
             saved = reader.read_metadata().state_dict_metadata
@@ -364,6 +381,10 @@ class CheckpointManager:
         for model in self.models:
             # Not strict: `state` also holds tensors of this rank's other stages, and states that are not weights.
             model.load_state_dict(state, strict=False)
+
+    def _base_weights(self) -> Path:
+        """Return the folder of the base weights of a job that saves only its adapters."""
+        return Path(str(resolve.hf_weights_folder(self.job) or self.options.initial_load_path))
 
     def _refuse_damaged(self, checkpoint: Path) -> None:
         if not (checkpoint / MANIFEST).is_file():  # another program's checkpoint, without checksums

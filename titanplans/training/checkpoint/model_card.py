@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 from titanplans.config.schema import keys
 from titanplans.disk import sync
-from titanplans.hub import MODEL_CARD
+from titanplans.hub import MODEL_CARD, repository_of
 from titanplans.text import counted
 from titanplans.training.checkpoint.manifest import Manifest, initial_weights_folder
 from titanplans.training.data.corpus.local import is_hub_name
@@ -83,7 +83,7 @@ def write_model_card(
         pipeline_tag="text-generation",
         datasets=[corpus.repository for corpus in _corpora(job) if corpus.repository] or None,
         # The Hub refuses the path of a folder here.
-        base_model=None if adapted_base is None or os.path.isdir(adapted_base) else adapted_base,
+        base_model=_name_on_hub(adapted_base),
         tags=["titanplans", config.model_type],
     )
     is_trained = manifest is not None and bool(job)  # an imported folder has a manifest without a job
@@ -102,6 +102,13 @@ def write_model_card(
     path = folder / MODEL_CARD
     path.write_text(card, encoding="utf-8")
     sync(path)
+
+
+def _name_on_hub(base: str | None) -> str | None:
+    """Return the name of the repository of the base model, without its revision; None for a folder."""
+    if base is None or os.path.isdir(base):
+        return None
+    return repository.name if (repository := repository_of(base)) else base
 
 
 def _count_parameters(folder: Path) -> int:
@@ -124,7 +131,10 @@ def _usage(folder: Path, title: str, config: PretrainedConfig, adapted_base: str
         calls = [f'model = AutoModelForCausalLM.from_pretrained("{title}")']
     else:
         imports.append("from peft import PeftModel")
-        calls = [f'base = AutoModelForCausalLM.from_pretrained("{_without_folders(adapted_base)}")']
+        base = _without_folders(adapted_base)
+        if (repository := repository_of(adapted_base)) is not None and repository.revision is not None:
+            base = f'{repository.name}", revision="{repository.revision}'
+        calls = [f'base = AutoModelForCausalLM.from_pretrained("{base}")']
         calls.append(f'model = PeftModel.from_pretrained(base, "{title}")')
     if has_tokenizer:
         calls.append(f'tokenizer = AutoTokenizer.from_pretrained("{title}")')

@@ -21,6 +21,7 @@ from titanplans.disk import sync
 from titanplans.errors import ConfigError, UserError
 from titanplans.training.checkpoint import folder
 from titanplans.training.checkpoint.manifest import Manifest, write_manifest
+from titanplans.training.checkpoint.multi_token import FILE, MultiTokenLayers, write_layers
 
 
 class CheckpointWriter(FileSystemWriter):
@@ -30,9 +31,9 @@ class CheckpointWriter(FileSystemWriter):
     # sends to the rank that finishes the save. This works for a save in this thread, in another thread and in another
     # process.
 
-    def __init__(self, checkpoint: Path, manifest: Manifest):
+    def __init__(self, checkpoint: Path, manifest: Manifest, layers: MultiTokenLayers | None = None):
         super().__init__(folder.writing_path(checkpoint))
-        self.checkpoint, self.manifest = checkpoint, manifest
+        self.checkpoint, self.manifest, self.layers = checkpoint, manifest, layers
         # torch's attribute `fs` opens the files that it writes.
         self.fs = self.hashing = _HashingFileSystem()  # pyrefly: ignore[bad-override-mutable-attribute]
 
@@ -51,6 +52,8 @@ class CheckpointWriter(FileSystemWriter):
         checksums = {".metadata": self.hashing.checksums[".metadata.tmp"]}
         for result in results:
             checksums |= cast(_HashedResults, result).checksums
+        if self.layers is not None:
+            checksums[FILE] = write_layers(self.layers, Path(self.path))
         write_manifest(Path(self.path), replace(self.manifest, files=checksums))
         sync(Path(self.path))
         folder.commit(self.checkpoint)

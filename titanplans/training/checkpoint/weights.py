@@ -78,7 +78,8 @@ def hf_folder_weights(plain: PreTrainedModel, folder: Path, what: str) -> dict[s
     """
     match = match_folder(plain, open_folder(folder))
     check_tied_copies(match.tied_copies, match.tensors, match.tied, what)
-    if left_out := describe_kinds({UNEXPECTED: match.unexpected}):
+    others = [name for name in match.unexpected if name not in match.multi_token]
+    if left_out := describe_kinds({UNEXPECTED: others}):
         _logger.info(f"{folder}: {left_out}")
     return {name: match.tensors[match.tied.get(name, name)] for name in plain.state_dict()}
 

@@ -54,7 +54,7 @@ from titanplans.training.checkpoint.resume import FOLDER_OPTION, decide_resume
 from titanplans.training.data.chat.chat import ChatFormat
 from titanplans.training.data.checks import check_dataset, read_position
 from titanplans.training.data.vocabulary import check_tokenizer
-from titanplans.training.job import resolve
+from titanplans.training.job import repositories, resolve
 from titanplans.training.job.outputs import check_outputs
 from titanplans.training.pipeline.stage import check_stages_on_meta, stages_of
 from titanplans.training.trainer import documents
@@ -70,7 +70,8 @@ _log = logging.getLogger(__name__)
 def check_job(job: JobConfig, world_size: int) -> None:
     """Refuse a job that can't run on `world_size` processes like this one.
 
-    It communicates nothing: under torchrun every rank calls it and comes to the same result.
+    Under torchrun every rank calls it and comes to the same result. It communicates only to wait for the rank that downloads
+    weights from the Hugging Face Hub.
 
     Raises:
         UserError: names the first fault: the option, its value and what would work.
@@ -284,6 +285,8 @@ def check_checkpoint(job: JobConfig, model: PreTrainedModel, world_size: int) ->
         check_adapter(model, checkpoint.initial_adapter_path)
     if resume.source is None:
         return
+    if resume.in_hf or (is_own and checkpoint.save_adapters_only):
+        repositories.download_weights(job)  # last, since it may take hours
     if resume.in_hf:
         check_hf_folder(str(resume.source), model, overrides)
         return

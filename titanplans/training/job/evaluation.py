@@ -8,7 +8,7 @@ from titanplans.config import ConfigError, JobConfig
 from titanplans.training.checkpoint import folder
 from titanplans.training.checkpoint.match import check_saved
 from titanplans.training.checkpoint.resume import no_such_step
-from titanplans.training.job import resolve
+from titanplans.training.job import repositories, resolve
 from titanplans.training.job.checks import check_hf_folder, check_job
 
 
@@ -61,6 +61,8 @@ def check_evaluation(job: JobConfig, checkpoint: Path, world_size: int) -> None:
     overrides = job.model.config_overrides or ()
     is_own = checkpoint.parent == folder.checkpoint_folder(job)
     key = "checkpoint.folder" if is_own else "checkpoint.initial_load_path"
+    if not is_own or job.checkpoint.save_adapters_only:
+        repositories.download_weights(job)
     if not is_own and os.path.isfile(checkpoint / "config.json"):
         check_hf_folder(str(checkpoint), model, overrides)
     else:

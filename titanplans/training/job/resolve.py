@@ -1,12 +1,13 @@
 """Values that a job leaves open or that follow from several options, e.g. batch sizes and the data-parallel degree."""
 
 import math
+from operator import attrgetter
 from typing import NamedTuple
 
 from pydantic_core import to_jsonable_python
 from transformers import PretrainedConfig
 
-from titanplans import modeling
+from titanplans import hub, modeling
 from titanplans.config import ConfigError, JobConfig
 from titanplans.config.families import DEFAULT_FLAVOR, DEFAULT_NAME
 from titanplans.config.options import options_of
@@ -14,14 +15,47 @@ from titanplans.config.sections.data import Corpus, DataSource, SourceChat
 from titanplans.config.sections.parallelism import Parallelism
 from titanplans.errors import ModelError, either, near_multiples
 from titanplans.parallel.mesh.process_group import default_device_type
+from titanplans.text import show
 from titanplans.training.data.vocabulary import default_tokenizer_path
 
+HUB_OPTIONS = ("model.hf_assets_path", "model.config", "checkpoint.initial_load_path")
+"""The options that may name a repository of the Hugging Face Hub instead of a local path."""
 
-def hf_weights_folder(job: JobConfig) -> str | None:
-    """Return the Hugging Face folder from which a job loads its initial weights; None if it uses none."""
+
+def hub_path(job: JobConfig, option: str) -> str | None:
+    """Return the value of one of HUB_OPTIONS; None if it is unset, or names a distributed checkpoint, which is local."""
+    if option == "checkpoint.initial_load_path" and not job.checkpoint.initial_load_in_hf:
+        return None
+    return attrgetter(option)(job)
+
+
+def required_files(job: JobConfig, option: str) -> tuple[str, ...]:
+    """Return the files besides the weights that a job needs of the folder that one of HUB_OPTIONS names."""
+    is_weights = job.checkpoint.initial_load_in_hf and option == hf_weights_option(job)
+    is_tokenizer = option == "model.hf_assets_path" or (is_weights and job.model.hf_assets_path is None)
+    has_config = is_weights or option == "model.config"
+    return (*([hub.CONFIG] if has_config else []), *([hub.TOKENIZER] if is_tokenizer else []))
+
+
+def _folder(job: JobConfig, option: str) -> str:
+    """Return the local folder, or the path, that one of HUB_OPTIONS names."""
+    path = str(hub_path(job, option))
+    return hub.local_folder(path, f"{option} = {show(path)}", required_files(job, option))
+
+
+def hf_weights_path(job: JobConfig) -> str | None:
+    """Return the folder, or the repository, from which a job loads its initial weights, as written; None if it uses none."""
     if not job.checkpoint.initial_load_in_hf:
         return None
     return job.checkpoint.initial_load_path or job.model.hf_assets_path
+
+
+def hf_weights_folder(job: JobConfig) -> str | None:
+    """Return the local folder of `hf_weights_path`, which may lack the weights of a repository; None if a job uses none.
+
+    `repositories.download_weights` downloads them.
+    """
+    return None if hf_weights_path(job) is None else _folder(job, hf_weights_option(job))
 
 
 def hf_weights_option(job: JobConfig) -> str:
@@ -64,7 +98,9 @@ def hf_config(job: JobConfig) -> PretrainedConfig:
 
 def tokenizer_path(job: JobConfig) -> str:
     """Return the folder that holds the tokenizer.json."""
-    return job.model.hf_assets_path or hf_weights_folder(job) or default_tokenizer_path()
+    if job.model.hf_assets_path is not None:
+        return _folder(job, "model.hf_assets_path")
+    return hf_weights_folder(job) or default_tokenizer_path()
 
 
 class DataSettings(NamedTuple):
