@@ -9,12 +9,13 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig
 
-from titanplans import modeling
+from titanplans import kernels, modeling
 from titanplans.cli.verify.arguments import combine_degrees
 from titanplans.config import LoRA, strategy_of
 from titanplans.errors import VerifyError
 from titanplans.parallel import Float8
-from titanplans.plan.custom import PlanSource
+from titanplans.parallel.mesh.process_group import default_device_type
+from titanplans.plan.custom import PlanSource, find_plan
 from titanplans.plan.degrees import Degrees
 from titanplans.plan.plan import TPPlan
 from titanplans.plan.registry import registered_plans
@@ -104,6 +105,7 @@ def find_model(words: str, flavor: str | None, option: str) -> Subject:
 
 def _job(path: str, request: Namespace) -> Subject:
     from titanplans.config import load_job
+    from titanplans.training.job.derived import keep_derived_plan
     from titanplans.training.job.resolve import hf_config, model_name
 
     job = load_job([path])
@@ -123,13 +125,18 @@ def _job(path: str, request: Namespace) -> Subject:
         raise VerifyError(
             f"{path}: tensor_parallel_degree = 1 splits nothing, so nothing can be proved: add --tp 2, for example"
         )
+    config, plan = hf_config(job), job.model.plan
+    if job.model.derive:
+        kernels.install(_device_type(request))  # some models can't be built without them
+        keep_derived_plan(job)
+        plan = find_plan(plan, modeling.build(config), derive=True)
     name, flavor = model_name(job)
     float8 = strategy_of(job).float8
     model = name if flavor == "config" else f"{name}, flavor {flavor}"
     return Subject(
         f"{path}: {model}",
-        hf_config(job),
-        plan=job.model.plan,
+        config,
+        plan=plan,
         # Degrees that are not set on the command line are those of the job.
         degrees=combine_degrees(
             request.tp or (degree,),
@@ -149,6 +156,10 @@ def _job(path: str, request: Namespace) -> Subject:
         lora=strategy_of(job).lora,
         freeze=job.training.freeze,
     )
+
+
+def _device_type(request: Namespace) -> str:
+    return request.device or ("cpu" if request.ranks == "threads" else default_device_type())
 
 
 def _user_plan(words: str, request: Namespace) -> Subject:
