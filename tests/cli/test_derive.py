@@ -3,7 +3,7 @@
 import ast
 
 import pytest
-from transformers import ArceeConfig, DeepseekV3Config
+from transformers import ArceeConfig, AutoModelForCausalLM, DeepseekV3Config
 
 from titanplans.cli.main import main
 from titanplans.modeling import build
@@ -51,6 +51,7 @@ def test_a_proved_plan_is_kept_for_models_of_its_structure(capsys, tmp_path, mon
     assert (kept.plan.__name__, kept.plan.mlp_in) == ("MyPlan", ("up_proj",))
     assert out.splitlines()[-1].startswith(f"proved: {kept.proof}; ")
     assert kept.file.read_text().endswith(out[: out.rindex("proved: ")].rstrip("\n") + "\n")
+    assert kept_plan(AutoModelForCausalLM.from_config(config)) is not None, "as in a loop of the user's"
     config.tie_word_embeddings = True
     assert kept_plan(build(config)) is None
 

@@ -13,8 +13,8 @@ from transformers import PretrainedConfig
 from tests.support.plain_proofs import verify_plain
 from tests.support.refusals import refusal
 from tests.support.tiny_model import Tiny, TinyPlan
-from titanplans import Degrees, PlanError, TPOptions, check_plan, modeling, verify
-from titanplans.config import FSDP2Config, OptionError
+from titanplans import Degrees, PlanError, TPOptions, add_adapters, check_plan, modeling, verify
+from titanplans.config import FSDP2Config, LoRA, OptionError
 from titanplans.config.schema import build_job
 from titanplans.integrations.automodel import RegisteredPlan
 from titanplans.plan.custom import find_plan, resolve_plan
@@ -287,6 +287,15 @@ def test_a_strategy_and_an_integration_have_the_same_option():
     with pytest.raises(OptionError, match="derive = true: has no effect"):
         FSDP2Config(derive=True, plan="gla")
     assert RegisteredPlan(derive=True).derive
+
+
+def test_adapters_and_float8_do_not_change_the_structure():
+    before, model = facts_of(modeling.build(small("llama"))), modeling.build(small("llama"))
+    add_adapters(model, LoRA(rank=2, dropout=0.1))
+    assert facts_of(model) == before
+    model = modeling.build(small("llama"))
+    pytest.importorskip("torchao.float8").convert_to_float8_training(model)
+    assert facts_of(model) == before
 
 
 class InNoFile(nn.Module):

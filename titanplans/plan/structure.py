@@ -56,7 +56,7 @@ def missing_in(proved: Structure, structure: Structure) -> str:
     for kind in structure["blocks"]:
         if kind not in proved["blocks"]:
             new = [entry for entry in kind if entry not in known]
-            return f"a block with {new[0]}" if new else "a block of another kind"
+            return f"a block with {new[0]}" if new else "one of its kinds of blocks"
     for part in ("outside", "tied"):
         if differing := [entry for entry in structure[part] if entry not in proved[part]]:
             return f"tied {' and '.join(differing[0])}" if part == "tied" else differing[0]

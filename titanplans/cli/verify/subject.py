@@ -128,8 +128,8 @@ def _job(path: str, request: Namespace) -> Subject:
     config, plan = hf_config(job), job.model.plan
     if job.model.derive:
         kernels.install(_device_type(request))  # some models can't be built without them
-        keep_derived_plan(job)
-        plan = find_plan(plan, modeling.build(config), derive=True)
+        keep_derived_plan(job, model := modeling.build(config))
+        plan = find_plan(plan, model, derive=True)
     name, flavor = model_name(job)
     float8 = strategy_of(job).float8
     model = name if flavor == "config" else f"{name}, flavor {flavor}"

@@ -8,48 +8,45 @@ import tempfile
 import time
 from pathlib import Path
 
-import torch.distributed as dist
 from torch import nn
+from transformers import PreTrainedModel
 
-from titanplans import modeling
 from titanplans.config import ConfigError, JobConfig
 from titanplans.errors import ParallelError
 from titanplans.lock import locked_file
 from titanplans.modeling.user_model import is_user_model
 from titanplans.parallel.record import record_of
 from titanplans.plan.kept import facts_of, file_for, kept_plan
-from titanplans.plan.registry import registered_plans
+from titanplans.plan.registry import model_type_of, registered_plans
 from titanplans.plan.structure import digests
-from titanplans.training.job import resolve
-from titanplans.training.job.checks import import_custom
+from titanplans.split.objects import gather_objects
 
 _OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 _log = logging.getLogger(__name__)
 
 
-def keep_derived_plan(job: JobConfig) -> None:
+def keep_derived_plan(job: JobConfig, model: PreTrainedModel) -> None:
     """Make sure that a kept plan exists, if `model.derive` allows it and no plan is registered for the job's model.
 
     It is derived and proved in a process of its own, since that replaces kernels and needs no GPU. If several processes of
     one machine call this at the same time, one derives and the others wait.
 
+    Args:
+        job: the job.
+        model: its model, unsplit, on meta.
+
     Raises:
         ConfigError: no plan can be derived for this model, or none is proved; the message has the reason.
         PlanError: as `kept_plan`.
     """
-    if not job.model.derive:
+    if not job.model.derive or model_type_of(model) in registered_plans():
         return
-    import_custom(job)
-    config = resolve.hf_config(job)
-    if config.model_type in registered_plans():
-        return
-    if is_user_model(config):
+    if is_user_model(model.config):
         raise _refused(
             "small models of a class of your own can't be made from its config; run titanplans derive my_models:small "
             "--output my_plan.py with a function that returns a small one, and name the class in model.plan"
         )
-    model = modeling.build(config)
     if kept_plan(model) is not None:
         return
     name = type(model).__name__
@@ -63,7 +60,7 @@ def keep_derived_plan(job: JobConfig) -> None:
                 _derive(job, model)
     except OSError as error:
         raise _refused(
-            f"{lock.parent} can't be written ({error.strerror}); set XDG_CACHE_HOME to a folder that can be"
+            f"{error.filename or lock.parent} can't be written ({error.strerror}); set XDG_CACHE_HOME to another folder"
         ) from error
 
 
@@ -74,9 +71,7 @@ def check_same_plan(model: nn.Module) -> None:
         ParallelError: they have not, as machines that derived it by themselves might.
     """
     applied = record_of(model).plan
-    mine = None if applied is None else digests([type(applied.plan)])
-    plans: list[dict[str, str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(plans, mine)
+    plans = gather_objects(None if applied is None else digests([type(applied.plan)]))
     if differing := [rank for rank, plan in enumerate(plans) if plan != plans[0]]:
         raise ParallelError(
             f"model.derive = true: the kept plans of rank {differing[0]} and rank 0 differ; set XDG_CACHE_HOME to a folder "

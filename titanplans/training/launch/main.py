@@ -69,7 +69,6 @@ def _run(job: JobConfig, torchrun: Ranks | None, restarts: int) -> int:
     from titanplans.training.checkpoint.manifest import damage
     from titanplans.training.checkpoint.resume import decide_resume
     from titanplans.training.job.checks import check_job
-    from titanplans.training.job.derived import keep_derived_plan
     from titanplans.training.job.outputs import locked
     from titanplans.training.launch.launcher import launch
     from titanplans.training.launch.rank import run_rank
@@ -78,7 +77,6 @@ def _run(job: JobConfig, torchrun: Ranks | None, restarts: int) -> int:
     kernels.install(prepare_device())
     rank = torchrun.rank if torchrun else 0
     ranks = _ranks(job, torchrun)
-    keep_derived_plan(job)
     check_job(job, ranks)
     # This process, which outlives every rank, holds the lock. Only with the lock can a finished job be told from one that
     # still trains in the folder.
@@ -102,7 +100,6 @@ def _run(job: JobConfig, torchrun: Ranks | None, restarts: int) -> int:
 def _evaluate(job: JobConfig, torchrun: Ranks | None) -> int:
     """Compute a checkpoint's validation loss, after checks, as the launcher of the ranks or as one of them."""
     from titanplans import kernels
-    from titanplans.training.job.derived import keep_derived_plan
     from titanplans.training.job.evaluation import check_evaluation, make_evaluation_job
     from titanplans.training.launch.launcher import launch
     from titanplans.training.launch.rank import run_rank
@@ -111,7 +108,6 @@ def _evaluate(job: JobConfig, torchrun: Ranks | None) -> int:
     kernels.install(prepare_device())
     job, checkpoint = make_evaluation_job(job)
     ranks = _ranks(job, torchrun)
-    keep_derived_plan(job)
     check_evaluation(job, checkpoint, ranks)
     if not torchrun and ranks > 1:
         return launch(job, ranks, evaluated_checkpoint=checkpoint)
