@@ -17,6 +17,7 @@ from titanplans import Degrees, PlanError, TPOptions, add_adapters, check_plan, 
 from titanplans.config import FSDP2Config, LoRA, OptionError
 from titanplans.config.schema import build_job
 from titanplans.integrations.automodel import RegisteredPlan
+from titanplans.parallel.parallelize import dry_run
 from titanplans.plan.custom import find_plan, resolve_plan
 from titanplans.plan.kept import facts_of, file_for, keep_plan, kept_plan
 
@@ -143,7 +144,7 @@ def test_a_plan_says_where_it_is_from(plan, origin):
 
 def test_a_model_without_a_plan_is_refused_with_the_three_sources():
     message = refusal(check_plan, Tiny(), Degrees(tp=2))
-    for words in ("[model] plan = ", "@register_plan('tiny')", "derive = true", "titanplans derive tiny"):
+    for words in ("[model] plan = ", "@register_plan('tiny')", "derive = true", "titanplans derive MODEL"):
         assert words in message
 
 
@@ -296,6 +297,19 @@ def test_adapters_and_float8_do_not_change_the_structure():
     model = modeling.build(small("llama"))
     pytest.importorskip("torchao.float8").convert_to_float8_training(model)
     assert facts_of(model) == before
+
+
+def test_parallelize_finds_a_kept_plan_before_it_converts_the_model():
+    """`dry_run` makes the checks of `parallelize`, and changes the model as it does."""
+    config = FSDP2Config(derive=True, lora={"rank": 2})
+
+    def check():
+        dry_run(Tiny().to("meta"), config, Degrees(tp=2), "cpu")
+
+    assert "none in" in refusal(check, kind=PlanError)
+    keep_plan(facts_of(Tiny()), KeptPlan, TEXT, "1 case at tp 2")
+    check()
+    assert "none in" in refusal(check_plan, Wider(), Degrees(tp=2), derive=True, kind=PlanError)
 
 
 class InNoFile(nn.Module):

@@ -131,9 +131,9 @@ def keep_plan(facts: Mapping[str, Any], plan: type[TPPlan], text: str, proof: st
 def not_kept(model: nn.Module) -> PlanError:
     """Return the error for a model without a kept plan, where one is allowed."""
     return PlanError(
-        f"derive = true: none is registered for {class_name(model)} (model_type = {model_type_of(model)!r}), and "
-        f"{kept_folder()} has none that is proved for this model, its code and these libraries; run titanplans derive "
-        "config.json --keep with the model's config.json, or name a plan: plan = 'module:Class'"
+        f"derive = true: no plan is registered for {class_name(model)} (model_type = {model_type_of(model)!r}), and none in "
+        f"{kept_folder()} is proved for this structure, code and libraries; run titanplans derive config.json --keep with "
+        "the model's config.json, or name a plan: plan = 'module:Class'"
     )
 
 

@@ -123,8 +123,8 @@ def plan_for_model(model: nn.Module) -> type[TPPlan]:
         raise PlanError(
             f"no plan is registered for {type(model).__name__} (model_type = {model_type!r}); registered: "
             f"{', '.join(sorted(_BY_MODEL_TYPE))}. {f'Did you mean {near}? ' if near else ''}Name one: [model] plan = "
-            f"'module:Class'; or register one: @register_plan({model_type!r}); or allow a derived one: [model] derive = "
-            f"true, where titanplans derive {model_type} shows it. A model's own tp_plan is not used"
+            f"'module:Class'; or register one: @register_plan({model_type!r}); or let one be derived and proved: [model] "
+            "derive = true, or titanplans derive MODEL --output plan.py. A model's own tp_plan is not used"
             f"{''.join(f'. Not loaded: {fault}' for fault in faulty_plans())}"
         )
     return plan

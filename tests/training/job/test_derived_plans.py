@@ -8,11 +8,32 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import PretrainedConfig
 
+from tests.support import process_groups
 from tests.support.jobs import PATIENCE, Job, run_titanplans
 from tests.support.paths import ROOT
 from tests.support.programs import run_python
+from tests.support.refusals import refusal, refusal_or_none
+from tests.support.tiny_model import Tiny, TinyPlan
+from titanplans import apply_plan
+from titanplans.config import ConfigError
+from titanplans.config.schema import build_job
+from titanplans.errors import ParallelError
+from titanplans.lock import locked_file
+from titanplans.parallel.record import record_of
+from titanplans.plan.kept import facts_of, keep_plan
 from titanplans.training.checkpoint.manifest import read_manifest
+from titanplans.training.job.derived import check_same_plan, keep_derived_plan
+
+TEXT = "from tests.support.tiny_model import TinyPlan\n\n\nclass KeptPlan(TinyPlan):\n    pass\n"
+
+
+class KeptPlan(TinyPlan):
+    pass
+
 
 pytestmark = pytest.mark.thorough
 
@@ -194,6 +215,40 @@ def test_a_plan_that_is_not_proved_ends_the_job_in_one_line(tmp_path, more, mess
     assert job.err.startswith(f"error: model.derive = true: {message}")
     assert "write a plan (docs/plans.md) and name it in model.plan" in job.err
     assert job.kept == set()
+
+
+def plans_differ(rank):
+    """Split a model on each rank by a plan that only this rank has kept; return the error of rank 0."""
+    folder = os.path.join(os.environ["TEST_FOLDER"], str(rank if os.environ["DIFFER"] == "1" else 0))
+    os.environ["XDG_CACHE_HOME"] = folder
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = Tiny()
+    with locked_file(Path(folder, "lock")):
+        keep_plan(facts_of(model), KeptPlan, f"{TEXT}# of {folder}\n", "1 case at tp 2")
+    dist.barrier()
+    record_of(model).plan = apply_plan(model, mesh, derive=True)
+    return refusal_or_none(check_same_plan, model, kind=ParallelError)
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_ranks_with_different_plans_are_refused(tmp_path, monkeypatch, differ):
+    monkeypatch.setenv("TEST_FOLDER", str(tmp_path))
+    monkeypatch.setenv("DIFFER", str(int(differ)))
+    error = process_groups.run(plans_differ, 2)
+    assert (error is not None) == differ
+    if differ:
+        assert error.startswith("model.derive = true: the kept plans of rank 1 and rank 0 differ")
+
+
+def test_nothing_is_derived_for_a_class_of_the_user(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    name = "tests.support.tiny_model:Tiny"
+    job = build_job({"model.class": name, "model.derive": True, "parallelism.tensor_parallel_degree": 2})
+    config = PretrainedConfig(vocab_size=32, own_class=name, own_arguments={})
+    model = Tiny()
+    model.config, model.model_type = config, "tiny"
+    message = refusal(keep_derived_plan, job, model, kind=ConfigError)
+    assert "run titanplans derive my_models:small --output my_plan.py" in message
 
 
 def test_the_ranks_of_torchrun_and_another_job_derive_one_plan_together(job):

@@ -4,6 +4,7 @@ import os
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -164,7 +165,9 @@ def _device_type(request: Namespace) -> str:
 
 def _user_plan(words: str, request: Namespace) -> Subject:
     plan = load_attribute(words, f"{request.command} {words}", VerifyError)
-    if not (isinstance(plan, dict) or (isinstance(plan, type) and issubclass(plan, TPPlan))):
+    # With --model a function is that of a plan, and without one perhaps that of a model.
+    is_function = request.model is not None and isinstance(plan, FunctionType)
+    if not (isinstance(plan, dict) or is_function or (isinstance(plan, type) and issubclass(plan, TPPlan))):
         raise VerifyError(
             f"{request.command} {words}: neither a TPPlan class nor a dict of module names and styles: use --model for a "
             "model"
