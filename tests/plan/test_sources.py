@@ -64,6 +64,14 @@ def test_a_dict_of_torch_s_styles_alone_is_proved(name, plan):
     assert report.passed, report.table()
 
 
+def test_a_dict_of_torch_s_styles_is_proved_under_every_condition_but_a_loss_in_the_head():
+    report = verify(partial(modeling.build_real, small("llama")), AUTOMODEL, degrees=[2, 4], **PLAIN)
+    assert report.passed, report.table()
+    assert (
+        "a loss that the head computes: lm_head has a style of torch's (ColwiseParallel)" in report.uncovered
+    )
+
+
 def test_logits_of_torch_s_styles_may_stay_sharded():
     plan = AUTOMODEL | {"lm_head": ColwiseParallel(use_local_output=False)}
     make = partial(modeling.build_real, small("llama"))
@@ -90,6 +98,7 @@ SHARDED = {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), outp
         ("llama", AUTOMODEL | SHARDED, PLAIN, "'model.embed_tokens' .* its output is sharded over the seq"),
         ("llama", AUTOMODEL | {"model.layers.*.mlp.up": ColwiseParallel()}, PLAIN, "matches no module"),
         ("llama", BLOCKS | {"lm_head": "colwise_rep"}, PLAIN, "'colwise_rep': no such style; there are"),
+        ("llama", {k: s for k, s in BLOCKS.items() if "down" not in k}, PLAIN, "down_proj' .* has no style"),
         # Strings are styles of titanplans, which need regions.
         ("llama", AUTOMODEL | {"model.norm": "replicated_on_stream"}, PLAIN, "covered by no key"),
     ],
@@ -97,6 +106,19 @@ SHARDED = {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), outp
 def test_what_torch_s_styles_can_not_honour_is_refused(name, plan, options, message):
     model = modeling.build(small(name))
     assert re.search(message, refusal(check_plan, model, Degrees(tp=2), plan=plan, **options))
+
+
+def test_torch_s_styles_need_equal_shards_and_untied_weights():
+    model = modeling.build(small("llama", intermediate_size=97))
+    message = refusal(check_plan, model, Degrees(tp=2), plan=AUTOMODEL, **PLAIN)
+    assert "tensor_parallel_degree = 2 does not divide out_features = 97" in message
+    make = partial(modeling.build_real, small("llama", tie_word_embeddings=True))
+    message = refusal(check_plan, make(), Degrees(tp=2), plan=AUTOMODEL, **PLAIN)
+    assert message.startswith(
+        "model.embed_tokens.weight and lm_head.weight are tied, and torch's styles would"
+    )
+    report = verify_plain(make, BLOCKS, degrees=[2], **PLAIN)
+    assert report.passed, report.table()
 
 
 def test_torch_s_styles_share_no_heads():

@@ -7,6 +7,7 @@ own: what torch would compute wrongly is refused.
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from titanplans.errors import PlanError
 from titanplans.plan.plan import Plan, TPPlan
@@ -24,10 +25,12 @@ def complete(plan: Plan, model: nn.Module, decoder: Decoder, source: TPPlan) -> 
 
     Raises:
         PlanError: a module inside a split mixer or MLP is left out, so its gradient would be partial; the degree does not
-            divide a mixer's heads; or the styles of the embedding and of the head contradict the options.
+            divide a mixer's heads or a width; a tied parameter has a style; or the styles of the embedding and of the head
+            contradict the options.
     """
     options = source.options
     if options.degrees.tp > 1:
+        _check_tied(plan, model)
         _check_heads(plan, decoder, source)
         if options.sequence_parallel:
             raise PlanError(
@@ -38,6 +41,9 @@ def complete(plan: Plan, model: nn.Module, decoder: Decoder, source: TPPlan) -> 
         _check_embedding(plan, decoder, model)
         _check_logits(plan, decoder, options.loss_parallel)
     regions = [name for name in (*decoder.mixers, *decoder.mlps) if any(_is_in(key, name) for key in plan)]
+    for key, style in plan.items():
+        if any(_is_in(key, region) for region in regions):
+            _check_width(key, style, model, options.degrees.tp)
     left_out = {
         name: module
         for name, module in model.named_modules()
@@ -56,6 +62,31 @@ def complete(plan: Plan, model: nn.Module, decoder: Decoder, source: TPPlan) -> 
 
 def _is_in(name: str, module: str) -> bool:
     return name == module or within(name, module)
+
+
+def _check_tied(plan: Plan, model: nn.Module) -> None:
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for same in names.values():
+        if len(same) > 1 and any(name.rpartition(".")[0] in plan for name in same):
+            raise PlanError(
+                f"{' and '.join(same)} are tied, and torch's styles would replace each by a parameter of its own; leave "
+                "their modules out of the dict, which replicates them, or use the styles' names of titanplans, such as "
+                "'vocab_embedding' and 'vocab_head'"
+            )
+
+
+def _check_width(key: str, style: Any, model: nn.Module, degree: int) -> None:
+    """Refuse a Linear in a block that is not split evenly, since torch's styles pass plain tensors of equal size."""
+    module = model.get_submodule(key)
+    if not isinstance(module, nn.Linear) or not isinstance(style, ColwiseParallel | RowwiseParallel):
+        return
+    name = "out_features" if isinstance(style, ColwiseParallel) else "in_features"
+    if (size := getattr(module, name)) % degree:
+        reason = f"tensor_parallel_degree = {degree} does not divide {name} = {size}, and torch's styles need equal shards"
+        remedy = "lower the degree, or use the styles' names of titanplans, which allow any width"
+        raise PlanError(f"{reason}; {remedy}", key=key, style=style, module=module)
 
 
 def _check_heads(plan: Plan, decoder: Decoder, source: TPPlan) -> None:

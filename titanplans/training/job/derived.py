@@ -119,7 +119,9 @@ def _reason(process: subprocess.CompletedProcess[str], name: str) -> str:
     if process.returncode == 1 and (lines := process.stdout.splitlines()):
         notes = [line.removeprefix("# ") for line in lines if line.startswith("# not proved: ")]
         return f"the derived plan of {name} is {lines[-1]}{''.join(f' ({note})' for note in notes)}"
-    last = (process.stderr.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
+    *_, last = ["", *process.stderr.strip().splitlines()]
+    if process.returncode != 2:  # it was killed, or failed
+        last = f"titanplans derive ended with exit status {process.returncode} ({last})"
     return f"no plan of {name} is derived: {last.removeprefix('error: ')}"
 
 
