@@ -12,7 +12,7 @@ import pytest
 
 from titanplans.config import ConfigError
 from titanplans.config.schema import build_job
-from titanplans.lock import LOCK
+from titanplans.lock import LOCK, locked_file
 from titanplans.training.job.outputs import locked
 
 SAVES = {"checkpoint.enable": True}
@@ -99,3 +99,18 @@ def test_a_file_system_without_locks_is_reported(caplog, monkeypatch):
     with locked(job()):
         pass
     assert "out can't be locked (No locks available)" in caplog.messages[0]
+
+
+def test_a_process_waits_for_the_lock_of_a_file():
+    file, reader_writer = Path("folder", "file.lock"), os.pipe()
+    with locked_file(file):
+        if (fork := os.fork()) == 0:
+            with locked_file(file):
+                os.write(reader_writer[1], b".")
+                os._exit(0)
+        os.set_blocking(reader_writer[0], False)
+        time.sleep(0.2)
+        with pytest.raises(BlockingIOError):
+            os.read(reader_writer[0], 1)
+    assert os.waitpid(fork, 0) == (fork, 0)
+    assert os.read(reader_writer[0], 1) == b"."

@@ -1,4 +1,4 @@
-"""`locked_folder`: lock a folder so that only one process writes to it, and refuse others. Imports no torch."""
+"""`locked_folder` locks a folder for one process and refuses others; `locked_file` lets others wait. Imports no torch."""
 
 import contextlib
 import errno
@@ -18,6 +18,28 @@ _HELD = (errno.EACCES, errno.EAGAIN)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 _log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def locked_file(path: Path) -> Iterator[None]:
+    """Hold the lock of the file `path` in the body, after waiting for any process that holds it. The file stays, empty.
+
+    On a file system without locks it waits for nothing, and logs a warning.
+
+    Raises:
+        OSError: the file can't be created.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a+") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            _log.warning(
+                f"{path} can't be locked ({error.strerror}), so other processes may do the same work"
+            )
+        yield
 
 
 @contextlib.contextmanager

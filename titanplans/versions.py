@@ -26,6 +26,11 @@ def versions() -> str:
     return ", ".join(items)
 
 
+def library_versions(*packages: str) -> dict[str, str | None]:
+    """Return the versions of libraries by the names of their packages ("fla"); None if one is not installed."""
+    return {package: _installed_version(_DISTRIBUTIONS[package]) for package in packages}
+
+
 def describe_untested(error: BaseException) -> str:
     """Return the libraries in an error's traceback whose version was not tested, in parentheses; "" if there are none."""
     names = dict.fromkeys(

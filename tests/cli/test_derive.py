@@ -3,8 +3,11 @@
 import ast
 
 import pytest
+from transformers import ArceeConfig, AutoModelForCausalLM, DeepseekV3Config
 
 from titanplans.cli.main import main
+from titanplans.modeling import build
+from titanplans.plan.kept import kept_plan
 
 
 def run(capsys, *arguments):
@@ -35,6 +38,32 @@ def test_a_type_without_a_plan_gets_one_that_is_proved(capsys, tmp_path):
     assert run(capsys, "arcee", "--output", str(file))[0] == 2
 
 
+def test_a_proved_plan_is_kept_for_models_of_its_structure(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = ArceeConfig(hidden_size=256, num_hidden_layers=3, num_attention_heads=16, vocab_size=512)
+    config.save_pretrained(tmp_path)
+    status, out, err = run(capsys, str(tmp_path), "--keep", "--name", "MyPlan")
+    assert status == 0, err
+    assert "register_plan" not in out
+    kept = kept_plan(build(config))
+    assert kept is not None
+    assert f"kept in {kept.file}\n" in err
+    assert (kept.plan.__name__, kept.plan.mlp_in) == ("MyPlan", ("up_proj",))
+    assert out.splitlines()[-1].startswith(f"proved: {kept.proof}; ")
+    assert kept.file.read_text().endswith(out[: out.rindex("proved: ")].rstrip("\n") + "\n")
+    assert kept_plan(AutoModelForCausalLM.from_config(config)) is not None, "as in a loop of the user's"
+    config.tie_word_embeddings = True
+    assert kept_plan(build(config)) is None
+
+
+def test_a_plan_is_not_kept_for_a_model_of_another_structure_than_the_small_one(capsys, tmp_path):
+    """The small config has a low rank of queries, which the model does not have."""
+    DeepseekV3Config(q_lora_rank=None, num_hidden_layers=4).save_pretrained(tmp_path)
+    status, _, err = run(capsys, str(tmp_path), "--keep")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "lacks a block with self_attn.q_proj: Linear(weight[2]), so a proof with it would not hold" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -42,6 +71,11 @@ def test_a_type_without_a_plan_gets_one_that_is_proved(capsys, tmp_path):
         (["nowhere/config.json"], "nowhere/config.json"),
         (["arcee", "--name", "my plan"], "--name my plan is not the name of a class"),
         (["no_such_models:build"], "no module named 'no_such_models'"),
+        (["arcee", "--keep", "--tp", "2"], "--tp: a job may have any degrees"),
+        (
+            ["tests.support.tiny_model:Tiny", "--keep"],
+            "is a function, and a plan is kept for a model with a config",
+        ),
         (["llama", "--other", "my_models:other"], "--other my_models:other: goes with module:function"),
     ],
 )

@@ -6,7 +6,7 @@ test_generated.py compares the full page.
 import inspect
 
 from tests.support.pages import architectures
-from titanplans.cli.listing import place
+from titanplans.plan.registry import file_of
 
 
 def test_the_page_has_every_architecture():
@@ -16,7 +16,7 @@ def test_the_page_has_every_architecture():
     listed = {cells[0].strip("| `"): (cells[1], cells[2], cells[6].removesuffix(" |")) for cells in lines}
     assert listed == {
         name: (
-            f"`{place(plan)}`",
+            f"`{file_of(plan)}`",
             str(len(inspect.getsource(plan).splitlines())),
             architectures.variants(name),
         )

@@ -87,6 +87,7 @@ def check_plan(
     sequence_parallel: bool = True,
     sequence_dim: int = 1,
     plan: PlanSource = None,
+    derive: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Plan:
     """Resolve the plan of `model` and check it, without a process group; the model is not changed.
@@ -97,22 +98,24 @@ def check_plan(
         loss_parallel: keep the logits sharded over the vocabulary.
         sequence_parallel: shard the sequence between regions.
         sequence_dim: the sequence dimension of the hidden states.
-        plan: a user's plan (a TPPlan class, its "module:Class", or a dict of module names and styles). None: the plan
-            registered for `model.config.model_type`, or, for a model without a config, for its own `model_type` or class
-            name.
+        plan: a user's plan: a TPPlan class, a dict of module names and styles, a function that returns such a dict, or the
+            "module:name" of one of these. None: the plan registered for `model.config.model_type`, or, for a model without
+            a config, for its own `model_type` or class name.
+        derive: without a plan, and without a registered one, use the plan that `titanplans derive --keep` has proved for a
+            model of this structure. Nothing is derived here.
         dtype: dtype of the weights in products, if FSDP2's mixed precision casts them. None: the parameters' dtype.
 
     Returns:
         The styles by fully qualified module name.
 
     Raises:
-        PlanError: there is no such plan; a key matches no module; a parameter is covered by no key; a split module is
-            outside of a region; the head count of a split mixer is unknown; the degree does not divide a size.
+        PlanError: there is no plan, or none is kept; a key matches no module; a parameter is covered by no key; a split
+            module is outside of a region; the head count of a split mixer is unknown; the degree does not divide a size.
     """
     if not isinstance(degrees, Degrees):
         raise PlanError(f"degrees = {degrees!r}: pass titanplans.Degrees(tp=..., cp=..., ep=...)")
     options = TPOptions(degrees, loss_parallel, sequence_parallel, sequence_dim)
-    return check(resolve_plan(plan, model, options), model, dtype=dtype).plan.styles
+    return check(resolve_plan(plan, model, options, derive=derive), model, dtype=dtype).plan.styles
 
 
 def apply_plan(
@@ -123,6 +126,7 @@ def apply_plan(
     sequence_parallel: bool = True,
     sequence_dim: int = 1,
     plan: PlanSource = None,
+    derive: bool = False,
     dtype: torch.dtype | None = None,
     experts: DeviceMesh | None = None,
     expert_capacity_factor: float | None = None,
@@ -181,7 +185,8 @@ def apply_plan(
         ep=1 if experts is None else experts.size(experts.ndim - 1),
     )
     options = TPOptions(degrees, loss_parallel, sequence_parallel, sequence_dim)
-    checked = check(resolve_plan(plan, model, options), model, dist.get_backend(mesh.get_group(0)), dtype)
+    resolved = resolve_plan(plan, model, options, derive=derive)
+    checked = check(resolved, model, dist.get_backend(mesh.get_group(0)), dtype)
     way = choose_way(checked, meshes, experts, expert_capacity_factor, sum_over_cp=sum_over_cp)
     return split(checked, way)
 

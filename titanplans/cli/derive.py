@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,12 +21,18 @@ from titanplans import kernels, modeling
 from titanplans.cli.verify.arguments import degree_list
 from titanplans.cli.verify.prepare import call_user_function
 from titanplans.cli.verify.subject import Subject, find_model
+from titanplans.config import load_job
 from titanplans.derive import Derived, derive, small_configs
 from titanplans.disk import is_taken
 from titanplans.errors import ConfigError, VerifyError, did_you_mean
 from titanplans.plan.degrees import Degrees
+from titanplans.plan.kept import facts_of, keep_plan
+from titanplans.plan.structure import missing_in, structure_of
 from titanplans.proof.cases import CONDITIONS
+from titanplans.proof.report import Report
 from titanplans.text import counted
+from titanplans.training.job.checks import import_custom
+from titanplans.training.job.resolve import hf_config
 
 
 def main(argv: list[str]) -> int:
@@ -39,10 +46,14 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"--output {arguments.output} exists and is not overwritten; name a new file")
     if arguments.name is not None and not arguments.name.isidentifier():
         raise ConfigError(f"--name {arguments.name} is not the name of a class; write one such as MyPlan")
+    if arguments.keep and arguments.tp is not None:
+        raise ConfigError("--tp: a job may have any degrees, so --keep proves the default ones; leave it out")
     kernels.install("cpu")
     transformers_logging.set_verbosity_error()  # notes on padding and on caches do not concern random models
     began = time.monotonic()
-    make, make_other, model_type = _models(arguments.model, arguments.other)
+    subject = _subject(arguments.model)
+    make, make_other, model_type = _models(subject, arguments.other)
+    facts = _facts(subject, make) if arguments.keep else None
     degrees = None if arguments.tp is None else [Degrees(tp=degree, dp_shard=1) for degree in arguments.tp]
     derived = derive(
         make,
@@ -50,7 +61,7 @@ def main(argv: list[str]) -> int:
         other_fn=make_other,
         degrees=degrees,
         conditions=arguments.conditions,
-        register=model_type,
+        register=None if arguments.keep else model_type,
         exclude=[model_type] if model_type else [],
     )
     print(derived.text)
@@ -60,14 +71,35 @@ def main(argv: list[str]) -> int:
     if arguments.output is not None and derived.is_proved:
         arguments.output.write_text(derived.text, encoding="utf-8")
         print(f"written to {arguments.output}", file=sys.stderr)
+    if facts is not None and derived.report is not None and derived.is_proved:
+        file = keep_plan(facts, derived.plan, derived.text, _cases(derived.report))
+        print(f"kept in {file}", file=sys.stderr)
     return 0 if derived.is_proved else 1
 
 
+def _facts(subject: Subject, make: Callable[[], nn.Module]) -> dict[str, Any]:
+    """Return what a kept plan for the model of `subject` depends on.
+
+    Raises:
+        ConfigError: the model has no config, or the small model that is proved has another structure.
+    """
+    if subject.config is None:
+        raise ConfigError(
+            f"--keep: {subject.words} is a function, and a plan is kept for a model with a config; use --output"
+        )
+    facts = facts_of(modeling.build(subject.config))
+    if missing := missing_in(structure_of(make()), facts["structure"]):
+        raise ConfigError(
+            f"--keep: the small model of {subject.words} lacks {missing}, so a proof with it would not hold; run titanplans "
+            "derive my_models:small --output plan.py with a function that returns a small model of the same structure"
+        )
+    return facts
+
+
 def _models(
-    words: str, other: str | None
+    subject: Subject, other: str | None
 ) -> tuple[Callable[[], nn.Module], Callable[[], nn.Module] | None, str | None]:
     """Return functions that build the model and one of other sizes, if there is one; and the model type, if it has one."""
-    subject = _subject(words)
     if subject.config is None:
         return _double(subject), None if other is None else _double(_subject(other)), None
     if other is not None:
@@ -82,7 +114,11 @@ def _double(subject: Subject) -> Callable[[], nn.Module]:
 
 
 def _subject(words: str) -> Subject:
-    """Return the subject of a name, also of a type of transformers without a plan, of a path, or of module:function."""
+    """Return the subject of a name, also of a type of transformers without a plan, of a path, a job or module:function."""
+    if words.endswith(".toml"):
+        job = load_job([words])
+        import_custom(job)
+        return Subject(words, hf_config(job))
     is_name = not (":" in words or "/" in words or words.endswith(".json") or Path(words).is_dir())
     if not is_name or words in modeling.available():
         return find_model(words, None, "derive")
@@ -112,8 +148,12 @@ def _verdict(derived: Derived, seconds: float) -> str:
     wrong = sum(not case.passed for case in cases)
     if wrong or not cases:
         return f"NOT PROVED: {wrong} of {counted(len(cases), 'case')} wrong; {seconds:.1f} s"
-    degrees = dict.fromkeys(str(case.options.degrees) for case in cases)
-    return f"proved: {counted(len(cases), 'case')} at {'; '.join(degrees)}; {seconds:.1f} s"
+    return f"proved: {_cases(derived.report)}; {seconds:.1f} s"
+
+
+def _cases(report: Report) -> str:
+    degrees = dict.fromkeys(str(case.options.degrees) for case in report.cases)
+    return f"{counted(len(report.cases), 'case')} at {'; '.join(degrees)}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -124,9 +164,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    words = (
-        "a model type of transformers or a registered one, a config.json or its folder, or module:function"
-    )
+    words = "a model type of transformers or a registered one, a config.json or its folder, a job, or module:function"
     add("model", metavar="MODEL", help=f"{words}, a function that returns a small model with random weights")
     words = "with module:function: a function that returns the same model with other widths and head counts"
     add("--other", metavar="MODULE:FUNCTION", help=words)
@@ -138,5 +176,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--conditions", choices=list(CONDITIONS), default="each", help="as in verify; default: each")
     add("--name", metavar="CLASS", help="name of the class; default: from the model")
-    add("--output", metavar="FILE", type=Path, help="write the class to this new file, too, if it is proved")
+    one = parser.add_mutually_exclusive_group().add_argument
+    one("--output", metavar="FILE", type=Path, help="write the class to this new file, too, if it is proved")
+    words = "keep the class, if it is proved, for models of this structure with derive = true; it is not registered"
+    one("--keep", action="store_true", help=words)
     return parser

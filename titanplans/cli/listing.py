@@ -14,7 +14,7 @@ from titanplans.errors import PlanError
 from titanplans.plan.degrees import Degrees
 from titanplans.plan.options import TPOptions
 from titanplans.plan.plan import TPPlan
-from titanplans.plan.registry import faulty_plans, registered_mixers, registered_plans
+from titanplans.plan.registry import faulty_plans, file_of, registered_mixers, registered_plans
 from titanplans.split.decoder import find_decoder
 from titanplans.styles.base import native_styles
 from titanplans.text import columns, fitted
@@ -80,16 +80,11 @@ def architectures(model_types: Sequence[str]) -> Iterator[Architecture]:
         model, plan = modeling.build(modeling.load_config(name, "debug")), plans[name]
         yield Architecture(
             name,
-            place(plan),
+            file_of(plan),
             len(inspect.getsource(plan).splitlines()),
             split_by(model, plan, check_plan(model, Degrees(tp=2))),
             {flavor: largest(name, flavor) for flavor in flavors[name]},
         )
-
-
-def place(plan: type[TPPlan]) -> str:
-    """Return the file of a plan, relative to titanplans, such as plans/fla/gla.py."""
-    return f"{plan.__module__.removeprefix('titanplans.').replace('.', '/')}.py"
 
 
 def largest(name: str, flavor: str) -> int:

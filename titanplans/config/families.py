@@ -97,10 +97,15 @@ def check_plan(plan: object) -> None:
     Raises:
         PlanError: the plan is not registered, or its package is not installed.
     """
-    if isinstance(plan, str) and ":" in plan:
-        check_package(plan, f"plan = '{plan}'")
+    if names_code(plan):
+        check_package(str(plan), f"plan = '{plan}'")
     elif isinstance(plan, str) and (known := plan_names()) and plan not in known:
         raise unknown_plan(plan, known)
+
+
+def names_code(plan: object) -> bool:
+    """Return whether a plan is a path, "module:attribute" or "module.attribute", and not a registered name or a table."""
+    return isinstance(plan, str) and (":" in plan or "." in plan)
 
 
 def unknown_plan(plan: str, known: Iterable[str], faults: Iterable[str] = ()) -> PlanError:

@@ -18,22 +18,29 @@ class RegisteredPlan(ParallelStyle):
     """A style for the whole model, which applies the model's plan with `apply_plan`.
 
     Args:
-        plan: an argument of `apply_plan`; None: the plan that is registered for the model.
+        plan, derive: arguments of `apply_plan`. By default the plan that is registered for the model.
         loss_parallel: whether the logits stay sharded over the vocabulary. Most of these loops compute the loss from plain
             logits, which need False.
         sequence_parallel: whether the sequence is sharded between regions; its length must then be a multiple of the degree.
     """
 
     def __init__(
-        self, plan: PlanSource = None, *, loss_parallel: bool = False, sequence_parallel: bool = True
+        self,
+        plan: PlanSource = None,
+        *,
+        derive: bool = False,
+        loss_parallel: bool = False,
+        sequence_parallel: bool = True,
     ) -> None:
-        self.plan, self.loss_parallel, self.sequence_parallel = plan, loss_parallel, sequence_parallel
+        self.plan, self.derive = plan, derive
+        self.loss_parallel, self.sequence_parallel = loss_parallel, sequence_parallel
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         apply_plan(
             module,
             device_mesh,
             plan=self.plan,
+            derive=self.derive,
             loss_parallel=self.loss_parallel,
             sequence_parallel=self.sequence_parallel,
         )

@@ -34,7 +34,7 @@ from titanplans.parallel.mesh.mesh import mesh_of_one
 from titanplans.parallel.mesh.submeshes import expert_meshes, fsdp_mesh, split_meshes
 from titanplans.parallel.optimizers.roles import find_roles
 from titanplans.parallel.record import record_of
-from titanplans.plan.custom import PlanSource, resolve_plan
+from titanplans.plan.custom import PlanSource, find_plan, resolve_plan
 from titanplans.plan.degrees import Degrees
 from titanplans.plan.options import TPOptions
 from titanplans.precision.autocast import apply_autocast
@@ -70,6 +70,7 @@ def parallelize(
     ac_config: Any = None,
     dump_folder: str = "",
     plan: PlanSource = None,
+    derive: bool = False,
     loss_parallel: bool = True,
 ) -> nn.Module:
     """Parallelise `model` in place and return it, with the signature of torchtitan's `parallelize_fn`.
@@ -86,7 +87,7 @@ def parallelize(
         ac_config: what to recompute, as an `ActivationCheckpoint` or a torchtitan ActivationCheckpointing.Config. None: as
             `config` says.
         dump_folder: folder for files that a training step writes, such as the picture of a memory budget.
-        plan: with torchtitan's sections: a custom plan; None for the registered one. See `apply_plan`.
+        plan, derive: with torchtitan's sections: where the plan is from; see `apply_plan`.
         loss_parallel: with torchtitan's sections: keep the logits sharded over the vocabulary (a DTensor, `Shard(-1)`).
 
     Raises:
@@ -95,13 +96,14 @@ def parallelize(
         ParallelError: the mesh or the model does not allow it. All errors are raised before any weight moves.
     """
     sections = [section for section in (training, parallelism, compile_config) if section is not None]
-    if config is not None and (sections or plan is not None or not loss_parallel):
+    if config is not None and (sections or plan is not None or derive or not loss_parallel):
         raise ParallelError(
-            "parallelize got config, which already contains the sections, the plan and loss_parallel: give either config or "
-            "those arguments"
+            "parallelize got config, which already contains the sections, the plan, derive and loss_parallel: give either "
+            "config or those arguments"
         )
     if config is None:
-        config = _from_sections(sections, compile_config, plan, loss_parallel)
+        options = {"plan": plan, "derive": derive, "disable_loss_parallel": not loss_parallel}
+        config = _from_sections(sections, compile_config, options)
     if ac_config is not None:
         is_ours = isinstance(ac_config, ActivationCheckpoint)
         config = config.replace(activation_checkpoint=ac_config if is_ours else _TORCHTITANS)
@@ -179,6 +181,7 @@ def apply_steps(
             if degree > 1
         }
         title = ", ".join(f"{name} parallel {degree}" for name, degree in degrees.items()).capitalize()
+        _log.info(f"Plan: {record.plan.plan.origin}")
         _log.info(f"{title}: " + ", ".join(f"{n} {name}" for name, n in counts.items()))
         record.steps += [f"{name} parallelism" for name in degrees]
 
@@ -216,7 +219,9 @@ def _prepare(
     backend: str | None = None,
 ) -> Checked | None:
     """Convert to float8, add adapters and freeze; then check the plan against `model`. None if all degrees are 1."""
-    record = record_of(model)
+    record, splits = record_of(model), degrees != Degrees()
+    # A kept plan is found by the structure of the model, before its modules are converted.
+    plan = find_plan(config.plan, model, derive=config.derive) if splits else config.plan
     record.float8, record.adapters, frozen = prepare(
         model,
         float8=config.float8,
@@ -229,7 +234,7 @@ def _prepare(
     changes = {"float8": record.float8, "LoRA": record.adapters, "freezing": frozen}
     record.steps += [step for step, change in changes.items() if change is not None]
     checked = None
-    if degrees != Degrees():
+    if splits:
         options, weight_dtype = TPOptions(degrees), None
         if isinstance(config, FSDP2Config):
             weight_dtype = dtype(config.mixed_precision_param)
@@ -238,13 +243,13 @@ def _prepare(
                 loss_parallel=not config.disable_loss_parallel,
                 sequence_parallel=config.enable_sequence_parallel,
             )
-        checked = check(resolve_plan(config.plan, model, options), model, backend, weight_dtype)
+        checked = check(resolve_plan(plan, model, options), model, backend, weight_dtype)
 
     # Roles are found now: a sharded parameter is a new tensor without the model's marks (`_no_weight_decay`), and split
     # modules no longer have the full head counts, from which a plan computes packed sections.
     if record.roles is None:
         styles = None if checked is None else checked.plan.styles
-        record.roles = find_roles(model, config.plan, styles)
+        record.roles = find_roles(model, plan, styles)
     return checked
 
 
@@ -308,10 +313,7 @@ def check_compatible(model: nn.Module, mesh: Any, config: Config, *, stage: bool
         compile_options(config.compile)
 
 
-def _from_sections(
-    sections: Sequence[Any], compile_config: Any, plan: Any, loss_parallel: bool
-) -> FSDP2Config:
-    options: dict[str, Any] = {"plan": plan, "disable_loss_parallel": not loss_parallel}
+def _from_sections(sections: Sequence[Any], compile_config: Any, options: dict[str, Any]) -> FSDP2Config:
     for section in sections:
         options |= _common_fields(FSDP2Config, section)
     if compile_config is not None and compile_config.enable:

@@ -262,6 +262,7 @@ def _plan(applied: AppliedPlan | None) -> dict[str, Any]:
     options = applied.plan.options
     plan = {
         "plan": type(applied.plan).__name__,
+        "origin": applied.plan.origin,
         "styles": dict(Counter(type(style).__name__ for style in applied.styles.values())),
     }
     if options.degrees.tp > 1:

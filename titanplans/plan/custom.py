@@ -1,29 +1,47 @@
-"""`resolve_plan`: return a user's plan, given in any form in which a job can name it.
+"""Where a plan is from: `find_plan` takes the user's, the registered or a kept one; `resolve_plan` gives it its options.
 
 [model]
 plan = "gla"                          a registered name
-plan = "my_package.plans:MyPlan"      a TPPlan class, or a dict, in a Python module
+plan = "my_package.plans:MyPlan"      a TPPlan class, a dict, or a function that returns a dict, in a Python module
+plan = "my_package.plans.my_plan"     the same, as NeMo Automodel writes it
+derive = true                         without a registered plan: one that `titanplans derive` has proved and kept
 [model.plan]                          patterns of module names, each with the name of a style
 "model.embeddings" = "vocab_embedding"
 "model.layers.*.attn" = "attn_input"
 """
 
+import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from types import FunctionType
 
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from titanplans.config.families import unknown_plan
+from titanplans.config.families import names_code, unknown_plan
 from titanplans.errors import PlanError
+from titanplans.plan.kept import kept_plan, not_kept
 from titanplans.plan.options import TPOptions
 from titanplans.plan.plan import Plan, TPPlan
-from titanplans.plan.registry import faulty_plans, plan_for_model, registered_plans
+from titanplans.plan.registry import faulty_plans, file_of, model_type_of, plan_for_model, registered_plans
+from titanplans.plan.torch_styles import complete, has_only_torch_styles
 from titanplans.split.converted import recipe_of
 from titanplans.split.decoder import expand_keys, find_decoder
 from titanplans.user_code import as_user_error, load_attribute
 
-PlanSource = str | type[TPPlan] | Mapping[str, str | ParallelStyle] | None
+Patterns = Mapping[str, str | ParallelStyle]
+
+
+@dataclass(frozen=True)
+class LocatedPlan:
+    """A plan without its options, and where it is from."""
+
+    plan: type[TPPlan] | Patterns
+    origin: str
+    """A phrase for logs and reports: "registered LlamaPlan (plans/hf/llama.py)"."""
+
+
+PlanSource = str | type[TPPlan] | Patterns | Callable[[], Patterns] | LocatedPlan | None
 
 STYLES: Mapping[str, Callable[[TPPlan, nn.Module | None], ParallelStyle]] = {
     "attn_input": lambda plan, mixer: plan.attn_input()[""],
@@ -65,9 +83,12 @@ RENAMED = {
 
 
 class DictPlan(TPPlan):
-    """A plan given as a dict: `*` stands for one component of a module name, and each pattern has to match a name."""
+    """A plan given as a dict: `*` stands for one component of a module name, and each pattern has to match a name.
 
-    def __init__(self, options: TPOptions, patterns: Mapping[str, str | ParallelStyle]):
+    If all styles are torch's, modules that no pattern matches are replicated, as in torch's `parallelize_module`.
+    """
+
+    def __init__(self, options: TPOptions, patterns: Patterns):
         super().__init__(options)
         self.patterns = patterns
 
@@ -79,7 +100,7 @@ class DictPlan(TPPlan):
             around = decoder.mixer_around(name)
             mixer = None if around is None else mixers[around]
             plan[name] = self._style(pattern, self.patterns[pattern], mixer)
-        return plan
+        return complete(plan, model, decoder, self) if has_only_torch_styles(plan) else plan
 
     def _style(self, pattern: str, style: str | ParallelStyle, mixer: nn.Module | None) -> ParallelStyle:
         if isinstance(style, ParallelStyle):
@@ -93,38 +114,94 @@ class DictPlan(TPPlan):
         return STYLES[style](self, mixer)
 
 
-def resolve_plan(source: PlanSource, model: nn.Module, options: TPOptions) -> TPPlan:
-    """Return the plan that `source` names for `model`; None: the registered one.
+def find_plan(source: PlanSource, model: nn.Module, *, derive: bool = False) -> LocatedPlan:
+    """Return the plan for the unsplit `model`: the user's, else the registered one, else a kept one if that is allowed.
 
-    The float8 recipe of `model` is added to `options`.
+    Args:
+        source: the user's plan; None: there is none.
+        model: the unsplit model, on any device, before it is converted to float8.
+        derive: allow a plan that `titanplans derive --keep` has proved for a model of this structure. Nothing is derived
+            here.
 
     Raises:
-        PlanError: nothing is registered under that name, the module or its attribute does not exist, or it is neither a
-            TPPlan class nor a dict.
+        PlanError: there is no plan (names the three sources); the module that `source` names, or its attribute, does not
+            exist; it is neither a TPPlan class nor a dict; a kept plan was changed.
+    """
+    if isinstance(source, LocatedPlan):
+        return source
+    if source is not None:
+        return _users_plan(source)
+    model_type = model_type_of(model)
+    if derive and model_type not in registered_plans():
+        kept = kept_plan(model)
+        if kept is None:
+            raise not_kept(model)
+        return LocatedPlan(kept.plan, kept.origin)
+    return _registered(plan_for_model(model))
+
+
+def resolve_plan(source: PlanSource, model: nn.Module, options: TPOptions, *, derive: bool = False) -> TPPlan:
+    """Return the plan that `find_plan` finds, with `options`, to which the float8 recipe of `model` is added.
+
+    Raises:
+        PlanError: as `find_plan`.
     """
     options = replace(options, float8=recipe_of(model))
-    if source is None:
-        return plan_for_model(model)(options)
+    located = find_plan(source, model, derive=derive)
+    if isinstance(located.plan, Mapping):
+        plan: TPPlan = DictPlan(options, located.plan)
+    else:
+        with as_user_error(f"{located.plan.__name__} can't be created with its options"):
+            plan = located.plan(options)
+    plan.origin = located.origin
+    return plan
+
+
+def _users_plan(source: object) -> LocatedPlan:
     if isinstance(source, str):
-        source = _load(source)
-    if isinstance(source, Mapping):
-        return DictPlan(options, source)
-    if isinstance(source, type) and issubclass(source, TPPlan):
-        with as_user_error(f"{source.__name__} can't be created with its options"):
-            return source(options)
-    raise PlanError(f"plan = {source!r}: neither a TPPlan class nor a dict of module names and styles")
+        if not names_code(source):
+            return _registered(_named(source), f", named by plan = '{source}'")
+        module, _, attribute = source.partition(":") if ":" in source else source.rpartition(".")
+        plan = load_attribute(f"{module}:{attribute}", f"plan = '{source}'", fits=_is_plan)
+        origin = f"user's {source}"
+    else:
+        plan = source
+        name = getattr(source, "__qualname__", None)
+        origin = f"user's {getattr(source, '__module__', '')}:{name}" if name else "user's dict of styles"
+    if isinstance(plan, FunctionType):
+        plan = _called(plan)
+    if isinstance(plan, Mapping) or (isinstance(plan, type) and issubclass(plan, TPPlan)):
+        return LocatedPlan(plan, origin)
+    raise PlanError(
+        f"plan = {source!r}: neither a TPPlan class, nor a dict of module names and styles, nor a function that returns one"
+    )
 
 
-def _load(name: str) -> type[TPPlan] | Mapping[str, str | ParallelStyle]:
-    if ":" in name:
-        return load_attribute(name, f"plan = '{name}'", fits=_is_plan)
+def _registered(plan: type[TPPlan], note: str = "") -> LocatedPlan:
+    return LocatedPlan(plan, f"registered {plan.__name__} ({file_of(plan)}){note}")
+
+
+def _named(name: str) -> type[TPPlan]:
     registered = registered_plans()
     if name not in registered:
         raise unknown_plan(name, registered, faulty_plans())
     return registered[name]
 
 
+def _called(function: FunctionType) -> object:
+    what = f"plan = {function.__module__}:{function.__qualname__}"
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise PlanError(
+            f"{what}: neither a TPPlan class nor a dict, and a function that returns a plan is called without arguments "
+            f"({error}); give them defaults"
+        ) from error
+    with as_user_error(what):
+        return function()
+
+
 def _is_plan(value: object) -> bool:
-    return isinstance(value, Mapping) or (
+    return isinstance(value, Mapping | FunctionType) or (
         isinstance(value, type) and issubclass(value, TPPlan) and value is not TPPlan
     )

@@ -59,6 +59,9 @@ class TPPlan(PlanStyles):
     """Number of ranks that heads or widths are split over, for `local_attributes` and similar methods: tp x cp in a mixer,
     else tp. The styles of a plan do not depend on it. `options.degrees` has all degrees."""
 
+    origin: str = ""
+    """Where the plan is from, for logs and reports: "registered LlamaPlan (plans/hf/llama.py)"; "": it is not resolved."""
+
     def __init__(self, options: TPOptions):
         self.options, self.degree = options, options.degrees.tp
 

@@ -122,11 +122,17 @@ def plan_for_model(model: nn.Module) -> type[TPPlan]:
         near = nearest(str(model_type), _BY_MODEL_TYPE)
         raise PlanError(
             f"no plan is registered for {type(model).__name__} (model_type = {model_type!r}); registered: "
-            f"{', '.join(sorted(_BY_MODEL_TYPE))}. {f'Did you mean {near}? ' if near else ''}Register one with "
-            f"@register_plan({model_type!r}), or name one: [model] plan = 'module:Class'; a model's own tp_plan is not "
-            f"used, and no plan is derived{''.join(f'. Not loaded: {fault}' for fault in faulty_plans())}"
+            f"{', '.join(sorted(_BY_MODEL_TYPE))}. {f'Did you mean {near}? ' if near else ''}Name one: [model] plan = "
+            f"'module:Class'; or register one: @register_plan({model_type!r}); or let one be derived and proved: [model] "
+            "derive = true, or titanplans derive MODEL --output plan.py. A model's own tp_plan is not used"
+            f"{''.join(f'. Not loaded: {fault}' for fault in faulty_plans())}"
         )
     return plan
+
+
+def file_of(plan: type[TPPlan]) -> str:
+    """Return the file of a plan's class, relative to titanplans if it is one of its plans: "plans/fla/gla.py"."""
+    return f"{plan.__module__.removeprefix('titanplans.').replace('.', '/')}.py"
 
 
 def plan_for_mixer(mixer: nn.Module) -> type[TPPlan] | None:

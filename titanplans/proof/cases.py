@@ -9,6 +9,7 @@ from torch import nn
 
 from titanplans.plan.custom import PlanSource
 from titanplans.plan.options import TPOptions
+from titanplans.plan.plan import Plan
 from titanplans.proof.batches.conditions import Scenario
 from titanplans.proof.batches.cover import STEPS, cover, trainings
 from titanplans.proof.batches.sample import Sampler, longest_block
@@ -66,9 +67,13 @@ class Proof:
         """Conditions and quantities that no case covers, in words."""
 
     def cases(
-        self, accepted: Sequence[TPOptions], plain: Scenario, conditions: str
+        self, styles: Mapping[TPOptions, Plan], plain: Scenario, conditions: str
     ) -> tuple[list[Case], tuple[Scenario, ...]]:
-        """Return the cases that cover the `conditions` of this model, and their trainings."""
+        """Return the cases that cover the `conditions` of this model, and their trainings.
+
+        `styles` has the plan's styles for all options that its checks accept.
+        """
+        accepted = [*styles]
         self.ranks = max(options.degrees.tp_cp for options in accepted)
         if conditions == "plain":
             self.uncovered = [
@@ -84,7 +89,7 @@ class Proof:
         if not has_blocks:
             self.uncovered.append("recomputed blocks: no list of blocks was found")
         self.uncovered += leave_out_what_is_refused(self.model, self.sampler)
-        if (fusion_refusal := why_not_fused(self.model, self.sampler)) is not None:
+        if (fusion_refusal := why_not_fused(self.model, self.sampler, styles[accepted[0]])) is not None:
             self.uncovered.append(f"a loss that the head computes: {fusion_refusal}")
         if self.sampler.fixed:
             steps = (plain.steps[0] * 2,) * STEPS[0]

@@ -150,7 +150,7 @@ def verify(
         )
         refused += refused_stages
         proof = Proof(model, plan, sampler, seed, losses, worlds, progress)
-        cases, trainings = proof.cases([*accepted], plain, conditions)
+        cases, trainings = proof.cases(accepted, plain, conditions)
         groups = by_reference(cases)
         results: dict[int, CaseResult] = {}
         subject = f"{type(model).__name__}, {plan_name}"

@@ -168,8 +168,9 @@ def test_the_full_grid_as_text(command):
     lines = out.splitlines()
     assert lines[0] == "qwen3.json"
     assert "layers 1, num attention heads 4, num key value heads 2, vocabulary 101, hidden 32" in lines[1]
-    assert lines[2:4] == [
+    assert lines[2:5] == [
         "  2 sequences of 16 tokens, ranks: threads",
+        "  plan: registered Qwen3Plan (plans/hf/qwen.py)",
         "  the first 1 of 3 blocks",
     ]
     lines_of_cases = [line.split()[:4] for line in lines if line.lstrip()[:1].isdigit() and " right " in line]

@@ -19,6 +19,7 @@ from titanplans.training.checkpoint import folder
 from titanplans.training.checkpoint.manifest import (
     MANIFEST,
     Manifest,
+    _checksum,
     damage,
     describe_changes,
     read_manifest,
@@ -191,9 +192,19 @@ def test_no_code_of_a_checkpoint_runs(tmp_path):
 def test_a_manifest_of_a_later_format_is_refused(tmp_path):
     checkpoint = write(tmp_path, 4)
     values = json.loads((checkpoint / MANIFEST).read_text())
-    (checkpoint / MANIFEST).write_text(json.dumps(values | {"format": 2}))
-    with pytest.raises(ConfigError, match=r"has format 2, .*reads 1"):
+    (checkpoint / MANIFEST).write_text(json.dumps(values | {"format": 3}))
+    with pytest.raises(ConfigError, match=r"has format 3, .*reads 2"):
         read_manifest(checkpoint)
+
+
+def test_a_manifest_of_the_first_format_has_no_plan(tmp_path):
+    checkpoint = write(tmp_path, 4)
+    values = json.loads((checkpoint / MANIFEST).read_text())
+    del values["plan"], values["checksum"]
+    values["format"] = 1
+    values["checksum"] = _checksum(values)
+    (checkpoint / MANIFEST).write_text(json.dumps(values))
+    assert (read_manifest(checkpoint).plan, read_manifest(checkpoint).step) == (None, 4)
 
 
 def test_changes_are_named_up_to_five():

@@ -109,6 +109,7 @@ NEEDED = {
     "parallelism.expert_capacity_factor": {"parallelism.expert_parallel_degree": 2},
     "parallelism.data_parallel_strategy": {"parallelism.data_parallel_replicate_degree": 4},
     "model.plan": TP,
+    "model.derive": TP,
     "compile.components": COMPILED | {"optimizer.implementation": "foreach"},
     **{f"optimizer.{key}": MUON for key in OF_MUON},
     "debug.deterministic_warn_only": {"debug.deterministic": True},
@@ -175,7 +176,7 @@ def test_every_key_has_an_effect(name):
             value = ("other",)
         case _:
             value = "other" if "a string" in describe(key.hint) or name == "model.plan" else 3
-    world_size = 4 if name.startswith(("parallelism.", "model.plan")) else 1
+    world_size = 4 if name.startswith(("parallelism.", "model.plan", "model.derive")) else 1
     needed = {other.replace(".", "__"): setting for other, setting in NEEDED.get(name, {}).items()}
     before, after = configured(**needed), configured(**needed | {name.replace(".", "__"): value})
     if acting(after, world_size) == acting(before, world_size):

@@ -42,6 +42,8 @@ class Outcome:
     subject: str
     sizes: dict[str, Any]
     ranks: str
+    plan: str
+    """Where the plan is from."""
     notes: tuple[str, ...]
     report: Report
     counts: tuple[tuple[TPOptions, Communication], ...]
@@ -57,6 +59,7 @@ class Outcome:
             "verdict": "unfinished" if self.total_cases else "proved" if self.report.passed else "wrong",
             "sizes": self.sizes,
             "ranks": self.ranks,
+            "plan": self.plan,
             "notes": list(self.notes),
             "seconds": round(self.seconds, 2),
             "report": self.report.to_dict(),
@@ -116,7 +119,8 @@ def prove(
         processes = available_cores()
     else:
         torch.set_num_threads(threads)
-    sizes = _sizes(model, resolve_plan(subject.plan, model, next(iter(accepted))))
+    plan = resolve_plan(subject.plan, model, next(iter(accepted)))
+    sizes = _sizes(model, plan)
     sizes |= {"batch_size": prepared.batch_size, "seq_len": prepared.seq_len}
     if prepared.make is not None:
         model = prepared.make()
@@ -129,7 +133,15 @@ def prove(
         if dist.is_initialized():
             ranks = f"{dist.get_world_size()} processes over {dist.get_backend()}, {device.type}"
         return Outcome(
-            subject.words, sizes, ranks, notes, report, counts, time.perf_counter() - start, total_cases
+            subject.words,
+            sizes,
+            ranks,
+            plan.origin,
+            notes,
+            report,
+            counts,
+            time.perf_counter() - start,
+            total_cases,
         )
 
     report = verify(

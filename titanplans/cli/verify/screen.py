@@ -112,6 +112,7 @@ def _header(outcome: Outcome) -> list[str]:
         outcome.subject,
         f"  {parameters:,} parameters, {words}",
         f"  {counted(batch, 'sequence')} of {counted(tokens, 'token')}, {outcome.ranks}",
+        f"  plan: {outcome.plan}",
         *(f"  {note}" for note in outcome.notes),
     ]
 

@@ -4,17 +4,19 @@ import os
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import Any
 
 from torch import nn
 from transformers import PretrainedConfig
 
-from titanplans import modeling
+from titanplans import kernels, modeling
 from titanplans.cli.verify.arguments import combine_degrees
 from titanplans.config import LoRA, strategy_of
 from titanplans.errors import VerifyError
 from titanplans.parallel import Float8
-from titanplans.plan.custom import PlanSource
+from titanplans.parallel.mesh.process_group import default_device_type
+from titanplans.plan.custom import PlanSource, find_plan
 from titanplans.plan.degrees import Degrees
 from titanplans.plan.plan import TPPlan
 from titanplans.plan.registry import registered_plans
@@ -104,6 +106,7 @@ def find_model(words: str, flavor: str | None, option: str) -> Subject:
 
 def _job(path: str, request: Namespace) -> Subject:
     from titanplans.config import load_job
+    from titanplans.training.job.derived import keep_derived_plan
     from titanplans.training.job.repositories import with_commits
     from titanplans.training.job.resolve import hf_config, model_name
 
@@ -125,13 +128,18 @@ def _job(path: str, request: Namespace) -> Subject:
             f"{path}: tensor_parallel_degree = 1 splits nothing, so nothing can be proved: add --tp 2, for example"
         )
     job = with_commits(job, resumes=False)
+    config, plan = hf_config(job), job.model.plan
+    if job.model.derive:
+        kernels.install(_device_type(request))  # some models can't be built without them
+        keep_derived_plan(job, model := modeling.build(config))
+        plan = find_plan(plan, model, derive=True)
     name, flavor = model_name(job)
     float8 = strategy_of(job).float8
     model = name if flavor == "config" else f"{name}, flavor {flavor}"
     return Subject(
         f"{path}: {model}",
-        hf_config(job),
-        plan=job.model.plan,
+        config,
+        plan=plan,
         # Degrees that are not set on the command line are those of the job.
         degrees=combine_degrees(
             request.tp or (degree,),
@@ -153,9 +161,15 @@ def _job(path: str, request: Namespace) -> Subject:
     )
 
 
+def _device_type(request: Namespace) -> str:
+    return request.device or ("cpu" if request.ranks == "threads" else default_device_type())
+
+
 def _user_plan(words: str, request: Namespace) -> Subject:
     plan = load_attribute(words, f"{request.command} {words}", VerifyError)
-    if not (isinstance(plan, dict) or (isinstance(plan, type) and issubclass(plan, TPPlan))):
+    # With --model a function is that of a plan, and without one perhaps that of a model.
+    is_function = request.model is not None and isinstance(plan, FunctionType)
+    if not (isinstance(plan, dict) or is_function or (isinstance(plan, type) and issubclass(plan, TPPlan))):
         raise VerifyError(
             f"{request.command} {words}: neither a TPPlan class nor a dict of module names and styles: use --model for a "
             "model"

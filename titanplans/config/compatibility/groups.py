@@ -66,12 +66,19 @@ _ADJUSTABLE = re.compile(
 """Fields of a model's config that do not change its weights: sequence length, rope and dropout."""
 
 
+def plan(c: Any) -> Refusals:
+    """Yield the contradictions between the options of a plan."""
+    if c.plan is not None and c.derive:
+        yield "derive", "has no effect, since the option plan is set, too; remove one of the two"
+
+
 def model(m: Any) -> Refusals:
     """Yield the contradictions within [model]."""
     for option, others in (("class", ("name", "flavor", "config")), ("config", ("name", "flavor"))):
         redundant = [f"model.{other}" for other in others if getattr(m, other)]
         if get(m, option) is not None and redundant:
             yield option, f"it already names the model; remove {' and '.join(redundant)}"
+    yield from plan(m)
     if m.class_ is None and m.arguments is not None:
         yield "arguments", "has no effect unless model.class is set; set it or remove this key"
     others = [key for key in m.config_overrides or () if not _ADJUSTABLE.fullmatch(key)]

@@ -66,6 +66,8 @@ def _parallelism(job: Any) -> Refusals:
     experts = p.expert_parallel_degree
     if job.model.plan is not None and degree == context == experts == 1:
         yield "model.plan", f"parallelism.{NOTHING_IS_SPLIT}"
+    if job.model.derive and degree == context == experts == 1:
+        yield "model.derive", f"parallelism.{NOTHING_IS_SPLIT}"
     if experts > 1 and experts % degree:
         yield (
             "parallelism.expert_parallel_degree",

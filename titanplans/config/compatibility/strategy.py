@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-from titanplans.config.compatibility.groups import RECIPES, WITH_ATTENTION
+from titanplans.config.compatibility.groups import RECIPES, WITH_ATTENTION, plan
 from titanplans.config.options import Refusals, get, needs
 
-NOTHING_IS_SPLIT = "tensor_parallel_degree = 1 splits nothing; raise it or remove the plan"
+NOTHING_IS_SPLIT = "tensor_parallel_degree = 1 splits nothing; raise it or remove this key"
 NO_CAPACITY = "with expert_parallel_degree = 1 no tokens are sent to experts; raise it or remove this key"
 _NOT_COMPILED = 'no block is compiled; set compile.enable = true with "model" in compile.components'
 
@@ -20,6 +20,7 @@ def no_float8(context: int) -> str:
 
 
 def _shared(c: Any) -> Refusals:
+    yield from plan(c)
     # In a job these may be set in advance, while compile.enable or recipe_name is not: `strategy_of` leaves them out.
     compile_keys = [f"compile.{name}" for name in ("backend", "mode", "fullgraph", "dynamic", "options")]
     yield from needs(c, "compile.enable", (True,), *compile_keys)
@@ -136,8 +137,9 @@ def check_on_mesh(strategy: StrategyOnMesh) -> None:
 
 
 def _plan(p: StrategyOnMesh) -> Refusals:
-    if p.config.plan is not None and p.tp == p.cp == p.ep == 1:
-        yield "plan", NOTHING_IS_SPLIT
+    for option in ("plan", "derive"):
+        if getattr(p.config, option) not in (None, False) and p.tp == p.cp == p.ep == 1:
+            yield option, NOTHING_IS_SPLIT
 
 
 def _fsdp2(p: StrategyOnMesh) -> Refusals:

@@ -42,8 +42,12 @@ class PlanOption(Options):
         ]
         | None
     ) = None
-    """Plan that splits the model: a registered name, "module:Class", or a table of module names and styles; unset: the
-    plan registered for its architecture."""
+    """Plan that splits the model: a registered name; "module:Class", also of a dict or of a function that returns one; or a
+    table of module names and styles. Unset: the plan registered for its architecture."""
+
+    derive: bool = False
+    """Without a plan, and without a registered one: use a plan that titanplans derive has proved for a model of this
+    structure. A job derives it when it starts, if none is kept; in your own loop a model without a kept plan is refused."""
 
 
 class Model(PlanOption, section="model", refuses=groups.model):

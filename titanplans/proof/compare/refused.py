@@ -13,6 +13,7 @@ from torch import nn
 
 from titanplans.errors import UserError, either
 from titanplans.loss import FusedLoss, NotFused, cross_entropy
+from titanplans.plan.plan import Plan
 from titanplans.proof.batches.conditions import MicroBatch
 from titanplans.proof.batches.sample import Sampler, moved
 from titanplans.proof.batches.script import next_token
@@ -27,7 +28,9 @@ from titanplans.proof.compare.forward import (
     raised_at,
 )
 from titanplans.split.cache import CACHES
+from titanplans.split.decoder import find_decoder
 from titanplans.split.stages.trace import logits_of
+from titanplans.styles.base import Style
 
 _REFUSALS = (AssertionError, NotImplementedError, ValueError)
 """Errors by which code refuses an argument. Any other error is a mistake of the model or of this project."""
@@ -67,12 +70,15 @@ def leave_out_what_is_refused(model: nn.Module, sampler: Sampler) -> list[str]:
     return left_out
 
 
-def why_not_fused(model: nn.Module, sampler: Sampler) -> str | None:
-    """Return why the head of `model` can't compute its loss; None if it can.
+def why_not_fused(model: nn.Module, sampler: Sampler, styles: Plan) -> str | None:
+    """Return why the head of `model` can't compute its loss, unsplit or with these styles; None if it can.
 
     Raises:
         PlanError: the model does not run.
     """
+    head = find_decoder(model, required=False).head
+    if head in styles and not isinstance(styles[head], Style):
+        return f"{head} has a style of torch's ({type(styles[head]).__name__})"
     model = copy.deepcopy(model).train()
     inputs = _moved(model, sampler.tokens(MicroBatch(2, 4), 0))
     try:

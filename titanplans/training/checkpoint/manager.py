@@ -26,6 +26,7 @@ from titanplans import disk, modeling
 from titanplans.adapters.low_rank import adapted
 from titanplans.config import JobConfig
 from titanplans.errors import ConfigError, Diverged, NotSaved, UserError
+from titanplans.parallel.record import record_of
 from titanplans.precision.kept_dtypes import keeps_float32
 from titanplans.split.objects import broadcast_object, gather_objects
 from titanplans.text import counted, some
@@ -87,6 +88,8 @@ class CheckpointManager:
         self._saves = self.options.enable and not self.options.load_only
         self._saved_step: int | None = None
         self._job_values, self._hf_config = job_values(job), hf_config
+        applied = record_of(models[0]).plan
+        self._plan_origin = None if applied is None else applied.plan.origin
         # Background saves need their own process group, since their thread must not use the training loop's group.
         is_async = self._saves and self.options.async_mode != "disabled"
         self._group = dist.new_group(backend="gloo") if is_async else None
@@ -167,7 +170,7 @@ class CheckpointManager:
             state = keep_tensors(
                 state, names={name for model in self.models for name in trained_names(model)}
             )
-        manifest = Manifest(step, holds, compared_fields(self._hf_config), self._job_values, {})
+        manifest = self._manifest(step, holds)
         layers = None if self.options.save_adapters_only else self._newest_layers()
         writer = CheckpointWriter(folder.checkpoint_path(self.path, step), manifest, layers)
         self._refuse_full(state)
@@ -207,6 +210,11 @@ class CheckpointManager:
                 self._layers = self._layers._replace(source=newest)
         return self._layers
 
+    def _manifest(self, step: int, holds: Literal["weights", "training"]) -> Manifest:
+        return Manifest(
+            step, holds, compared_fields(self._hf_config), self._job_values, {}, self._plan_origin
+        )
+
     def _weights(self) -> dict[str, Any]:
         return {name: value for model in self.models for name, value in model.state_dict().items()}
 
@@ -227,7 +235,7 @@ class CheckpointManager:
             save_hf_folder(
                 self.models,
                 checkpoint,
-                Manifest(step, "weights", compared_fields(self._hf_config), self._job_values, {}),
+                self._manifest(step, "weights"),
                 config=self._hf_config,
                 tokenizer=resolve.tokenizer_path(self.job),
                 chat_template=self._chat_template,

@@ -17,7 +17,7 @@ from titanplans.errors import ConfigError
 from titanplans.text import show
 
 MANIFEST = "titanplans.json"
-_FORMAT = 1
+_FORMAT = 2
 _BLOCK = 2**22
 _NAME = re.compile(r"step-([0-9]+)")
 
@@ -40,6 +40,9 @@ class Manifest:
 
     files: Mapping[str, tuple[int, str]]
     """Size in bytes and checksum (XXH3, 128 bits, hexadecimal) of each file but the manifest."""
+
+    plan: str | None = None
+    """Where the plan that split the model was from; None: it was not split, or an earlier version saved it."""
 
     @property
     def weights_only_reason(self) -> str:

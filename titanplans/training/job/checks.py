@@ -55,6 +55,7 @@ from titanplans.training.data.chat.chat import ChatFormat
 from titanplans.training.data.checks import check_dataset, read_position
 from titanplans.training.data.vocabulary import check_tokenizer
 from titanplans.training.job import repositories, resolve
+from titanplans.training.job.derived import keep_derived_plan
 from titanplans.training.job.outputs import check_outputs
 from titanplans.training.pipeline.stage import check_stages_on_meta, stages_of
 from titanplans.training.trainer import documents
@@ -71,7 +72,7 @@ def check_job(job: JobConfig, world_size: int) -> None:
     """Refuse a job that can't run on `world_size` processes like this one.
 
     Under torchrun every rank calls it and comes to the same result. It communicates only to wait for the rank that downloads
-    weights from the Hugging Face Hub.
+    weights from the Hugging Face Hub. With `model.derive` it may derive a plan first, which takes a minute.
 
     Raises:
         UserError: names the first fault: the option, its value and what would work.
@@ -111,6 +112,7 @@ def check_job(job: JobConfig, world_size: int) -> None:
         )
     documents.check_documents(job, config)
     check_positions(job, model)
+    keep_derived_plan(job, model)
     stages = check_pipeline(job, model)
     check_parallelism(job, strategy, model)
     if stages is not None:

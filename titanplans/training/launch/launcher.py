@@ -24,6 +24,7 @@ import torch
 from torch.distributed import TCPStore
 
 from titanplans.config import JobConfig
+from titanplans.config.families import names_code
 from titanplans.errors import UserError
 from titanplans.parallel.mesh.process_group import default_device_type
 from titanplans.training.checkpoint.folder import checkpoint_folder
@@ -184,7 +185,7 @@ def _run_ranks(
 def start_method(job: JobConfig) -> Literal["fork", "spawn"]:
     """Return how to start the ranks: fork if it is safe, else spawn, with which each rank imports the libraries (9 s)."""
     # A fork lacks its parent's threads, and code of the user may have started some.
-    has_user_code = job.experimental.custom_import or job.model.class_ or ":" in str(job.model.plan)
+    has_user_code = job.experimental.custom_import or job.model.class_ or names_code(job.model.plan)
     # A fork can use neither an accelerator that its parent has queried, nor macOS's system libraries.
     can_fork = sys.platform == "linux" and default_device_type() == "cpu" and not has_user_code
     return "fork" if can_fork else "spawn"

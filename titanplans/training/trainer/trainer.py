@@ -36,6 +36,7 @@ from titanplans.training.checkpoint.match import job_values
 from titanplans.training.data.loader import TextDataLoader
 from titanplans.training.data.text_tokenizer import TextTokenizer
 from titanplans.training.job import loaders, resolve
+from titanplans.training.job.derived import check_same_plan
 from titanplans.training.launch.processes import lower_timeouts, start_processes
 from titanplans.training.trainer import documents
 from titanplans.training.trainer.loss import CrossEntropyLoss
@@ -123,6 +124,8 @@ class Trainer:
         self.model_parts, self.pipeline, flops = make_models(
             job, self.strategy, self.hf_config, mesh, self.device, self.loss
         )
+        if job.model.derive:
+            check_same_plan(self._lms[0])
         self._pipeline_group = None if self.pipeline is None else self.pipeline.group
         lms = torch.nn.ModuleList(self._lms)
         self.balancer = LoadBalancer(lms, mesh, job.optimizer.load_balance_coeff, self._pipeline_group)

@@ -1,0 +1,174 @@
+"""Plans that `titanplans derive --keep` has derived and proved: `kept_plan` returns one, `keep_plan` writes one.
+
+There is one file for each structure of a model: the class, after two lines that say for what it was proved. A file is used
+only if all of its facts are equal to those of the model.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from titanplans.config.families import PLANS
+from titanplans.disk import write_atomically
+from titanplans.errors import PlanError
+from titanplans.plan.plan import TPPlan
+from titanplans.plan.registry import model_type_of
+from titanplans.plan.structure import (
+    classes_of,
+    digest_of_folders,
+    digests,
+    structure_of,
+    switches_of,
+)
+from titanplans.text import class_name
+from titanplans.user_code import as_user_error
+from titanplans.versions import library_versions
+
+_FIRST_LINE = "# Written by titanplans derive --keep. A file that was changed is not used.\n"
+
+
+@dataclass(frozen=True)
+class KeptPlan:
+    """A plan that was derived, proved and kept."""
+
+    plan: type[TPPlan]
+    file: Path
+    proof: str
+    """What was proved: "3 cases at tp 2; cp 2"."""
+
+    @property
+    def origin(self) -> str:
+        return f"derived {self.plan.__name__}, proved in {self.proof}, kept in {self.file}"
+
+
+def kept_folder() -> Path:
+    """Return the folder of kept plans: titanplans/plans in $XDG_CACHE_HOME, by default in ~/.cache."""
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "titanplans" / "plans"
+
+
+def facts_of(model: nn.Module) -> dict[str, Any]:
+    """Return what a kept plan depends on, as JSON values, for an unsplit model on any device.
+
+    Raises:
+        PlanError: a class of the model is in no file.
+    """
+    engine = Path(__file__).parent.parent
+    return {
+        "model": class_name(model),
+        "model_type": model_type_of(model),
+        "structure": structure_of(model),
+        "config": switches_of(model),
+        "sources": digests(classes_of(model)),
+        # Of titanplans the files count, too: a clone changes without a new version.
+        "versions": library_versions("torch", "transformers", "fla")
+        | {"titanplans": digest_of_folders([engine, *import_module(PLANS).__path__])},
+    }
+
+
+def file_for(facts: Mapping[str, Any]) -> Path:
+    """Return the file of the plan that is kept for these facts, whether it exists or not."""
+    name = re.sub(r"\W", "_", str(facts["model_type"]))
+    return kept_folder() / f"{name}-{_checksum(json.dumps(facts, sort_keys=True))[:16]}.py"
+
+
+def kept_plan(model: nn.Module) -> KeptPlan | None:
+    """Return the kept plan of an unsplit model; None if there is none, or if one of its base classes has changed.
+
+    Raises:
+        PlanError: its file was changed; a class of the model is in no file.
+    """
+    facts = facts_of(model)
+    file = file_for(facts)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise PlanError(f"derive = true: {file} can't be read ({error.strerror}); remove it") from error
+    header = _header(text, file)
+    if header["facts"] != facts:  # another structure with the same 64 bits of the checksum
+        return None
+    plan = _import(file, text, header["name"], header["checksum"])
+    if digests(plan.__mro__[1:]) != header["bases"]:
+        return None
+    return KeptPlan(plan, file, header["proof"])
+
+
+def keep_plan(facts: Mapping[str, Any], plan: type[TPPlan], text: str, proof: str) -> Path:
+    """Write a proved plan, and return its file. Two processes may write the same file at the same time.
+
+    Args:
+        facts: `facts_of` the model that it is for.
+        plan: the class.
+        text: the source file of the class, which does not register it.
+        proof: what was proved, for `KeptPlan.proof`.
+
+    Raises:
+        OSError: the file can't be written.
+    """
+    file = file_for(facts)
+    header = {"name": plan.__name__, "proof": proof, "bases": digests(plan.__mro__[1:]), "facts": dict(facts)}
+    header["checksum"] = _checksum(json.dumps(header, sort_keys=True) + text)
+    # Processes write to different temporary files, since each renames its own when it is complete.
+    temporary = file.with_name(f"{file.stem}.{platform.node()}.{os.getpid()}")
+    write_atomically(temporary, f"{_FIRST_LINE}# {json.dumps(header)}\n{text}")
+    temporary.replace(file)
+    return file
+
+
+def not_kept(model: nn.Module) -> PlanError:
+    """Return the error for a model without a kept plan, where one is allowed."""
+    return PlanError(
+        f"derive = true: no plan is registered for {class_name(model)} (model_type = {model_type_of(model)!r}), and none in "
+        f"{kept_folder()} is proved for this structure, code and libraries; run titanplans derive config.json --keep with "
+        "the model's config.json, or name a plan: plan = 'module:Class'"
+    )
+
+
+def _header(text: str, file: Path) -> dict[str, Any]:
+    """Return the second line of a kept file.
+
+    Raises:
+        PlanError: the file is not as it was written.
+    """
+    first, line, body = [*text.split("\n", 2), "", ""][:3]
+    try:
+        header = json.loads(line.removeprefix("# "))
+        checksum = header.pop("checksum")
+    except (ValueError, KeyError, AttributeError):
+        header, checksum = {}, ""
+    if f"{first}\n" != _FIRST_LINE or checksum != _checksum(json.dumps(header, sort_keys=True) + body):
+        raise PlanError(
+            f"derive = true: {file} was changed after its plan was proved; remove it, or name a copy as your own plan: "
+            "plan = 'module:Class'"
+        )
+    return header | {"checksum": checksum}
+
+
+def _import(file: Path, text: str, name: str, checksum: str) -> type[TPPlan]:
+    """Run the text of a kept file as a module, once for each checksum, and return the class `name`."""
+    module_name = f"titanplans_kept_{checksum}"
+    if module_name not in sys.modules:
+        module = ModuleType(module_name)
+        module.__file__ = str(file)
+        with as_user_error(f"derive = true: {file} can't be imported; remove it"):
+            # Not by an import, which would read compiled code by the time of the file.
+            exec(compile(text, file, "exec"), module.__dict__)
+        sys.modules[module_name] = module
+    return getattr(sys.modules[module_name], name)
+
+
+def _checksum(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
