@@ -1,11 +1,13 @@
 """Find how every region of a model is split: `analyse`."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.integrations import hub_kernels
 
 from titanplans.derive.counts import Counts, SlicedRegion, find_counts, find_shared_counts
 from titanplans.derive.norms import SplitNormKind, find_split_norms
@@ -16,6 +18,7 @@ from titanplans.plan.plan import TPPlan
 from titanplans.proof.batches.sample import randomise, vocabulary_size
 from titanplans.proof.compare.forward import widened
 from titanplans.split.decoder import Block, Decoder, find_decoder
+from titanplans.split.local_code import methods
 from titanplans.user_code import as_user_error
 
 _TOKENS = 33
@@ -246,6 +249,21 @@ def _shared_head_name(split: SlicedRegion) -> str | None:
     usual = [name for name in values if name.rpartition(".")[2] in TPPlan.shared_head_names]
     others = [name for name in values if _is_count_of_heads(name)]
     return min(usual or others, key=_length, default=None)
+
+
+def kernels_of(module: nn.Module) -> list[str]:
+    """Return the functions called by the code in `module` in whose place transformers calls kernels on a GPU, by name."""
+    names: dict[str, None] = {}
+    for cls in {type(inner) for inner in module.modules()}:
+        for method in methods(cls).values():
+            code = inspect.unwrap(method)
+            called = ((name, code.__globals__.get(name)) for name in code.__code__.co_names)
+            names |= dict.fromkeys(name for name, function in called if _may_be_a_kernel(function))
+    return sorted(names)
+
+
+def _may_be_a_kernel(function: Any) -> bool:
+    return hasattr(function, "__wrapped__") and inspect.getmodule(function.__code__) is hub_kernels
 
 
 def relative(block: Block, name: str) -> str:

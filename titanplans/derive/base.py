@@ -17,8 +17,8 @@ from titanplans.plan.plan import TPPlan
 from titanplans.plan.registry import registered_plans
 from titanplans.split.decoder import find_decoder
 
-_DEGREES = (2, 4)
-"""Tensor-parallel degrees at which two plans are compared."""
+_DEGREES = (Degrees(tp=2, dp_shard=1), Degrees(tp=4, dp_shard=1), Degrees(tp=2, ep=2, dp_shard=1))
+"""Degrees at which two plans are compared."""
 
 _NOT_COMPARED = re.compile(r"(input_name|float8_input|interleaved)=[^,)]*(, )?")
 """Arguments of styles that a derived plan may have in another form: a proof of the shortened class follows."""
@@ -101,8 +101,8 @@ def _results(plan: type[TPPlan], model: nn.Module) -> Mapping[str, Any]:
         "heads": list(decoder.mixers.values()),
     }
     results: dict[str, Any] = {}
-    for degree in _DEGREES:
-        instance = plan(TPOptions(Degrees(tp=degree, dp_shard=1)))
+    for degrees in _DEGREES:
+        instance = plan(TPOptions(degrees))
         for method, arguments in modules.items():
             call: Callable[[nn.Module], Mapping[str, Any]] = getattr(instance, method)
             results[method] = (*results.get(method, ()), *(_comparable(call(module)) for module in arguments))

@@ -3,13 +3,14 @@
 import copy
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from titanplans.derive.analyse import ModelSplit, analyse
+from titanplans.derive.analyse import ModelSplit, analyse, kernels_of
 from titanplans.derive.base import shorten
 from titanplans.derive.write import Choices, Source, has_split_arguments, write_plan
 from titanplans.errors import PlanError, UserError
@@ -17,6 +18,7 @@ from titanplans.plan.degrees import Degrees
 from titanplans.plan.plan import TPPlan
 from titanplans.proof import verify
 from titanplans.proof.report import Report
+from titanplans.split.experts.interfaces import interface_of
 
 _MOST_PROOFS = 9
 """Proofs after which nothing else is tried."""
@@ -74,11 +76,13 @@ def derive(
     other = None if other_fn is None else analyse(_in_float64(other_fn()))
     if all(kind.split is None for kind in split.kinds):
         raise PlanError(_nothing_split(split))
+    has_experts = any(interface_of(module) for module in split.model.modules())
+    first_degrees = (Degrees(tp=2), *([Degrees(tp=2, ep=2)] if has_experts else []))
     choices, tried, proofs = Choices(), set[Choices](), 0
     while True:
         tried.add(choices)
         source = write_plan(split, name, choices, other)
-        report, reason = _prove(model_fn, source, degrees=(2,), conditions="plain")
+        report, reason = _prove(model_fn, source, first_degrees, conditions="plain")
         proofs += 1
         if not reason:
             source = shorten(source, source.execute(), split.model, exclude)
@@ -145,6 +149,8 @@ def _reactions(split: ModelSplit, choices: Choices, reason: str) -> list[Choices
     if "leave the sum to the region's exit" in reason:
         names = frozenset(name for name in closing if relative.startswith(f"{name}."))
         found.append(replace(choices, sum_at_exit=choices.sum_at_exit | names))
+    if choices.by_expert and re.search(r"\bep\b", reason):
+        found.append(replace(choices, by_expert=False))
     if "shape" in reason or "view" in reason:
         found.append(replace(choices, ends_stream=True))
     found.append(replace(choices, sum_at_exit=closing))
@@ -163,12 +169,17 @@ def _reactions(split: ModelSplit, choices: Choices, reason: str) -> list[Choices
     return found
 
 
-def _docstring(split: ModelSplit, choices: Choices) -> str:
+def _docstring(split: ModelSplit, choices: Choices) -> list[str]:
     names = [
         kind.region.name for kind in split.kinds if kind.split is None or kind.region.name in choices.unsplit
     ]
     unsplit = f" Not split: {', '.join(dict.fromkeys(names))}." if names else ""
-    return f"Derived from the dataflow of {type(split.model).__name__}.{unsplit}"
+    kernels = dict.fromkeys(kernel for kind in split.kinds for kernel in kernels_of(kind.module))
+    unseen = f"On a GPU its code may call kernels that the proof did not run: {', '.join(kernels)}."
+    return [
+        f"Derived from the dataflow of {type(split.model).__name__}.{unsplit}",
+        *(["", *textwrap.wrap(unseen, width=110)] if kernels else []),
+    ]
 
 
 def _notes(split: ModelSplit, choices: Choices, reason: str) -> list[str]:

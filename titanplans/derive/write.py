@@ -11,6 +11,7 @@ from titanplans.derive.probe import ARGUMENT, BUFFER
 from titanplans.derive.sections import Section
 from titanplans.plan.plan import TPPlan
 from titanplans.split.decoder import join, within
+from titanplans.split.experts.interfaces import interface_of
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Choices:
             no such loss.
         may_gather: names of mixers whose code may gather the hidden states of all tokens under context parallelism.
         embeds_all_tokens: whether context-parallel ranks embed all tokens, for code that adds positions to the embeddings.
+        by_expert: whether experts are distributed over ranks under expert parallelism.
     """
 
     sum_at_exit: frozenset[str] = frozenset()
@@ -35,6 +37,7 @@ class Choices:
     counted_once: str | None = None
     may_gather: frozenset[str] = frozenset()
     embeds_all_tokens: bool = False
+    by_expert: bool = True
 
 
 @dataclass(frozen=True)
@@ -53,9 +56,11 @@ class Source:
     attributes: list[str] = field(default_factory=list)
     methods: dict[str, list[str]] = field(default_factory=dict)
 
-    def render(self, docstring: str, *, register: str | None = None) -> str:
-        """Return the file: imports, and the class with this docstring, registered for a model type if one is given."""
-        body = [f'"""{docstring}"""', *(["", *self.attributes] if self.attributes else [])]
+    def render(self, docstring: Sequence[str], *, register: str | None = None) -> str:
+        """Return the file: imports, and the class with these lines as docstring, registered for a model type, if given."""
+        first, *others = docstring
+        documentation = [f'"""{first}', *others, '"""'] if others else [f'"""{first}"""']
+        body = [*documentation, *(["", *self.attributes] if self.attributes else [])]
         for lines in self.methods.values():
             body += ["", *lines]
         text = "\n".join(f"    {part}".rstrip() for line in body for part in _wrapped(line))
@@ -76,7 +81,7 @@ class Source:
     def execute(self) -> type[TPPlan]:
         """Return the class. It is not registered."""
         names: dict[str, type[TPPlan]] = {}
-        exec(compile(self.render("Derived."), f"<derived {self.name}>", "exec"), names)
+        exec(compile(self.render(["Derived."]), f"<derived {self.name}>", "exec"), names)
         return names[self.name]
 
 
@@ -93,7 +98,7 @@ def _wrapped(line: str, width: int = 100) -> list[str]:
             parts.append(line[begin:position].strip())
             begin = position + 1
         if depth == 0:
-            # A comprehension is one part, after which no comma may stand.
+            # After a comprehension, which is one part, no comma may stand.
             comma = "," if len(parts) > 1 else ""
             inner = [
                 wrapped for part in parts if part for wrapped in _wrapped(f"{indent}    {part}{comma}", width)
@@ -206,6 +211,9 @@ class RegionWriter:
         self.layout = self.split.layout
         self.closes = derived.closes and derived.region.name not in choices.sum_at_exit
         self.sizes = Sizes(derived.module, None if other is None else other.module, self.variable)
+        experts = (name for name, module in derived.module.named_modules() if name and interface_of(module))
+        self.experts = None if derived.mixes_tokens or not choices.by_expert else next(experts, None)
+        """The name of the module whose experts tokens can be sent to."""
 
     def lines(self) -> list[str]:
         """Return the entries of the dict that the method of the plan returns, one per line."""
@@ -216,7 +224,7 @@ class RegionWriter:
         for style, keys in by_style.items():
             if len(keys) > 3:
                 names = ", ".join(f'"{key}"' for key in keys)
-                lines.append(f"**{{name: {style} for name in ({names})}},")
+                lines.append(f"**dict.fromkeys(({names}), {style}),")
             else:
                 lines += [f'"{key}": {style},' for key in keys]
         return lines
@@ -348,7 +356,10 @@ class RegionWriter:
         names = "".join(f', "{name}"' for name in divided)
         terms = [f"self.divide_by_degree({module}{names})"] if divided else []
         terms += [f"{{{', '.join(items)}}}"] if items else []
-        return " | ".join(terms) or None
+        expression = " | ".join(terms) or None
+        if expression is None or self.experts is None:
+            return expression
+        return f"{{}} if self.options.degrees.ep > 1 else {expression}"
 
     def _rows(self, name: str, rows: int) -> str:
         other = None
@@ -522,7 +533,7 @@ def _region_plan(
     bodies = {}
     for kind in kinds:
         if id(kind) in writers:
-            body = ["return {", *(f"    {line}" for line in writers[id(kind)].lines()), "}"]
+            body = _returned(writers[id(kind)].lines(), writers[id(kind)].experts)
         elif kind.mixes_tokens:
             argument = "" if kind.region.hidden == "hidden_states" else f', "{kind.region.hidden}"'
             body = [f"return self.unsplit({variable}{argument})"]
@@ -530,6 +541,21 @@ def _region_plan(
             body = [f'return self.each_of({variable}, "", self.replicated_on_stream())']
         bodies[id(kind)] = body
     return _branches(kinds, bodies, variable)
+
+
+def _returned(lines: Sequence[str], experts: str | None) -> list[str]:
+    """Return the lines that return a dict of these entries; under expert parallelism, `experts` are distributed."""
+    entries = [*(f"    {line}" for line in lines), "}"]
+    if experts is None:
+        return ["return {", *entries]
+    return [
+        "plan = {",
+        *entries,
+        "if self.options.degrees.ep > 1:",
+        f'    plan = {{name: style for name, style in plan.items() if not name.startswith("{experts}.")}}',
+        f'    plan["{experts}"] = self.by_expert()',
+        "return plan",
+    ]
 
 
 def _counts_method(
