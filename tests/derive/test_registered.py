@@ -21,7 +21,6 @@ OTHERWISE = {
 """Types for which a plan is derived and proved that differs from the registered one, and how."""
 NOT_DERIVED = {
     "bloom": "its mixers get biases by head as an argument, and add the residual",
-    "falcon_h1": "its config checks the number of heads against other sizes, so no small model is made",
     "gemma4_text": "its blocks get another argument of all tokens",
     "gpt_neo": "the number of heads is in a module inside the mixer",
     "mimo_v2_flash": "attention of one class has different parameters in different blocks",

@@ -43,6 +43,7 @@ _SIZES = (
     _Size(("linear_value_head_dim",), 8, 12),
     _Size(("mamba_num_heads", "mamba_n_heads"), 8, 12),
     _Size(("mamba_head_dim", "mamba_d_head"), 16, 16),
+    _Size(("mamba_d_ssm",), 128, 192),
     _Size(("ssm_state_size", "mamba_d_state", "state_size"), 8, 12),
     _Size(("n_groups", "mamba_n_groups"), 2, 2),
     _Size(("mamba_chunk_size", "chunk_size"), 8, 8),
@@ -67,6 +68,9 @@ _KINDS = ("layer_types", "mlp_layer_types", "layers_block_type")
 _MOST_LAYERS = 4
 """A config with at most so many layers keeps them."""
 
+_MOST_PARAMETERS = 100_000_000
+"""A model that is larger is not built: fields that are not in the table set its sizes."""
+
 _HEADS = ("num_key_value_heads", "num_kv_heads")
 
 
@@ -90,6 +94,10 @@ def _that_runs(config: PretrainedConfig, *, second: bool) -> tuple[PretrainedCon
     for fields in _variants(config, second=second):
         try:
             small = type(config).from_dict(config.to_dict() | fields)
+            count = sum(parameter.numel() for parameter in modeling.build(small).parameters())
+            if count > _MOST_PARAMETERS:
+                reason = reason or f"it still has {count:,} parameters, as a model with towers may have"
+                continue
             model = modeling.build_real(small, dtype=torch.float32)
             with torch.no_grad():
                 logits = model(input_ids=torch.randint(3, 96, (2, 16))).logits
