@@ -14,7 +14,7 @@ from titanplans import apply_plan, modeling
 from titanplans.cli.async_tp import decide, graphs_end_as_on_a_gpu, prepare_block
 from titanplans.cli.main import main
 from titanplans.cli.verify.arguments import parse
-from titanplans.cli.verify.subject import Subject, every_model
+from titanplans.cli.verify.subject import Subject
 from titanplans.observe.fusible import capture
 from titanplans.observe.graphs import install_record
 from titanplans.proof.ranks.fake import fake_ranks
@@ -32,7 +32,11 @@ def silent_progress(arguments):
 
 @needs_torch_2_13("the page is of the graphs of 2.13")
 @pytest.mark.parametrize(
-    "name", [n if n in DIFFERENT else pytest.param(n, marks=pytest.mark.exhaustive) for n in every_model()]
+    "name",
+    [
+        n if n in DIFFERENT else pytest.param(n, marks=pytest.mark.exhaustive)
+        for n in async_tp.listed_models()
+    ],
 )
 def test_the_page_has_the_decisions(name):
     lines = async_tp.PAGE.read_text().splitlines()
@@ -53,7 +57,7 @@ def test_the_page_has_the_decisions(name):
 def test_every_registered_architecture_is_on_the_page():
     table = async_tp.PAGE.read_text().partition(async_tp.BEGIN)[2].partition(async_tp.END)[0]
     lines = table.removeprefix(async_tp.HEAD).splitlines()
-    assert [line.split("`")[1] for line in lines] == every_model()
+    assert [line.split("`")[1] for line in lines] == async_tp.listed_models()
     assert len(lines) == 70
 
 

@@ -5,6 +5,7 @@ python docs/generate.py async_tp.md     # writes the table; takes five to ten mi
 
 import sys
 
+from tests import zoo
 from tests.support.paths import GENERATED
 from titanplans import kernels, modeling
 from titanplans.cli.async_tp import decide
@@ -64,13 +65,18 @@ def _short(obstacle):
     return "alone" if obstacle.endswith("never fused") else obstacle
 
 
+def listed_models() -> list[str]:
+    """Return the architectures of the table."""
+    return [name for name in every_model() if name not in zoo.FURTHER]
+
+
 def main():
     """Write the table into the page."""
     if sys.argv[1:] != ["--page"]:
         print(__doc__)
         return 2
     kernels.install("cpu")
-    rows = "".join(line(name)[0] + "\n" for name in every_model())
+    rows = "".join(line(name)[0] + "\n" for name in listed_models())
     head, _, tail = PAGE.read_text().partition(BEGIN)
     PAGE.write_text(f"{head}{BEGIN}{HEAD}{rows}{END}{tail.partition(END)[2]}")
     return 0

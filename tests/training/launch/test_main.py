@@ -85,8 +85,8 @@ import os
 from titanplans import TPPlan, register_plan
 from titanplans.training.trainer import trainer
 
-@register_plan("olmo")
-class OlmoPlan(TPPlan):
+@register_plan("exaone")
+class ExaonePlan(TPPlan):
     def attn_plan(self, attn):
         projections = {name: self.colwise() for name in ("q_proj", "k_proj", "v_proj")}
         return {**self.attn_input(), **projections, "o_proj": self.rowwise()}
@@ -108,15 +108,16 @@ def with_plans_in_the_folder(arguments):
 
 def test_code_of_the_user_reaches_every_rank_and_the_first_failed_rank_is_named(job, refused):
     (job.folder / "my_plans.py").write_text(MY_PLANS)
-    olmo = {"model_type": "olmo", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-    olmo |= {
+    exaone = {"model_type": "exaone", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    exaone |= {
         "num_attention_heads": 4,
+        "num_key_value_heads": 4,
         "vocab_size": 4096,
         "bos_token_id": 1,
         "eos_token_id": 2,
         "pad_token_id": 0,
     }
-    (job.folder / "gla.json").write_text(json.dumps(olmo))
+    (job.folder / "gla.json").write_text(json.dumps(exaone))
     options = ("--experimental.custom_import", "my_plans", "--checkpoint.no-enable")
     assert job.run(*options, entry=with_plans_in_the_folder) == 1
     err = job.err
@@ -128,7 +129,7 @@ def test_code_of_the_user_reaches_every_rank_and_the_first_failed_rank_is_named(
     assert re.match(r"error: rank 1 \(pid \d+\) failed: KeyError: 'first\\nsecond line'; ", last)
     status, _, err = refused("job.toml", *options[2:])
     assert (status, len(err.splitlines())) == (2, 1)
-    assert "no plan is registered for OlmoForCausalLM" in err
+    assert "no plan is registered for LlamaForCausalLM" in err
 
 
 @pytest.mark.parametrize(
