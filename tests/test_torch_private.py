@@ -31,7 +31,7 @@ OTHERS = {
     "_no_weight_decay",
     "_no_split_modules",
     *("_attn_implementation", "_keys_to_ignore_on_load_unexpected", "_tp_size"),
-    *("_initialize_weights", "_get_dtype_plan"),
+    *("_initialize_weights", "_init_weights", "_get_dtype_plan"),
     "_megatron_fsdp_model",
     "_reset_parameters",
     *("_run_exitfuncs", "_actions"),

@@ -79,7 +79,7 @@ def assert_close(log, expected):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("config", ["qwen3_debug", "gla_debug"])
+@pytest.mark.parametrize("config", [pytest.param("qwen3_debug", marks=pytest.mark.exhaustive), "gla_debug"])
 def test_a_plan_trains_and_resumes_in_torchtitans_entry(folder, config):
     unsplit = train(folder, config, 1, "--dump_folder", "unsplit")
     split = train(folder, config, 2, "--dump_folder", "split")

@@ -127,13 +127,14 @@ def _architectures() -> Iterator[Row]:
 
 
 def _families() -> Iterator[Row]:
-    """Yield for each variant a row with loss and sequence sharded, and a row with neither."""
+    """Yield for each variant a row with loss and sequence sharded, and a row with neither, which is exhaustive for most."""
     for name, variants in zoo.FAMILIES.items():
         for index, fields in enumerate(variants):
             # CAT's code changes the number of tokens, and only 2 ranks divide each of its lengths.
             degrees = (2,) if name == "cat" else (2, 4)
             yield Row(name, f"{index}-sharded", fields, degrees, loss=True, sequence=True)
-            yield Row(name, f"{index}-whole", fields, loss=False, sequence=False)
+            whole = f"{index}-whole"
+            yield Row(name, whole, fields, loss=False, sequence=False, exhaustive=QUICK.get(name) != whole)
 
 
 SINGLE = {
