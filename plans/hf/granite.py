@@ -53,20 +53,12 @@ class HybridPlan(LlamaPlan):
         return {"norm.group_size": width // groups}
 
     def local_functions(self, attn: Any) -> dict[str, Any]:
-        return {"mamba2_split_conv1d_scan_combined": without_fused_kernel} if hasattr(attn, "A_log") else {}
+        return {"mamba2_split_conv1d_scan_combined": self.without_kernel} if hasattr(attn, "A_log") else {}
 
 
 def gated_input(x, gate):
     """Return the tensor whose root mean square the norm divides by: the gated input."""
     return x * silu(gate)
-
-
-def without_fused_kernel(fused, ranks):
-    """Replace the kernel of mamba-ssm that includes norm and output projection, in which ranks can't sum.
-
-    The mixer calls its modules if the function returns None, which is what it returns where mamba-ssm is not installed.
-    """
-    return lambda *args, **kwargs: None
 
 
 @register_plan("bamba")

@@ -7,8 +7,7 @@ from titanplans import Plan, register_plan
 from .experts import ExpertsPlan
 
 
-@register_plan("falcon_mamba")
-class FalconMambaPlan(ExpertsPlan):
+class ChannelsPlan(ExpertsPlan):
     """Each channel has its own state, so channels are split; step size, B and C are computed from all channels."""
 
     def heads(self, attn: Any) -> dict[str, int]:
@@ -35,8 +34,17 @@ class FalconMambaPlan(ExpertsPlan):
         return self.divide_by_degree(attn, "intermediate_size") if hasattr(attn, "A_log") else {}
 
 
+@register_plan("falcon_mamba")
+class FalconMambaPlan(ChannelsPlan):
+    """Mamba alone, without MLPs."""
+
+    def local_functions(self, attn: Any) -> dict[str, Any]:
+        # With mamba-ssm, the kernel of a training step contains x_proj and out_proj, too.
+        return {"mamba_inner_fn": self.without_kernel}
+
+
 @register_plan("jamba")
-class JambaPlan(FalconMambaPlan):
+class JambaPlan(ChannelsPlan):
     """Step size, B and C are normed. Blocks alternate between Mamba and attention, and between MLPs and experts."""
 
     router = "router"

@@ -22,6 +22,7 @@ from titanplans.split.local_code import (
     full_width_norm,
     heads_of_result,
     sum_over_ranks,
+    without_kernel,
 )
 from titanplans.styles.kv_colwise import KVColwise
 
@@ -181,7 +182,8 @@ class TPPlan(PlanStyles):
 
         They are for functions that depend on a head's index among all heads, such as a decay. A maker gets the function and
         the `HeadRanks`, and returns the function to call instead. `self.full_width_norm` is a maker for a norm over the full
-        width that is fused with the next product, `self.sum_over_ranks` one for a product whose result is partial.
+        width that is fused with the next product, `self.sum_over_ranks` one for a product whose result is partial,
+        `self.without_kernel` one for a fused kernel in which ranks can't sum.
         """
         return {}
 
@@ -206,6 +208,7 @@ class TPPlan(PlanStyles):
     full_width_norm = staticmethod(full_width_norm)
     heads_of_result = staticmethod(heads_of_result)
     sum_over_ranks = staticmethod(sum_over_ranks)
+    without_kernel = staticmethod(without_kernel)
 
     def kv_colwise(self, attn: nn.Module) -> ParallelStyle:
         """Shard a projection to the keys or values of `attn` by heads; ranks share heads if there are fewer than ranks.

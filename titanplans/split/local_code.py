@@ -210,6 +210,15 @@ def heads_of_result(heads: int, dim: int = 0) -> FunctionMaker:
     return make
 
 
+def without_kernel(function: Callable[..., Any], ranks: HeadRanks) -> Callable[..., None]:
+    """Replace `function`, a kernel that includes a sum over all heads or channels, by one that returns None.
+
+    For code of transformers that calls such a kernel if a library for GPUs is installed, and its own modules if the call
+    returns None.
+    """
+    return lambda *args, **kwargs: None
+
+
 def sum_over_ranks(function: Callable[..., torch.Tensor], ranks: HeadRanks) -> Callable[..., torch.Tensor]:
     """Wrap `function`, whose result is partial, to return the sum on every rank, inside the region.
 

@@ -60,5 +60,5 @@ def _shard(
             )
         return border.stream.shard(x)
 
-    args = tuple(shard(name, x) for name, x in zip(positions, args, strict=False))
-    return args, {name: shard(name, x) for name, x in kwargs.items()}
+    named = tuple(shard(name, x) for name, x in zip(positions, args, strict=False))
+    return (*named, *args[len(named) :]), {name: shard(name, x) for name, x in kwargs.items()}
