@@ -37,9 +37,8 @@ class DeepseekSparsePlan(DeepseekPlan):
     """An indexer, which every rank computes in full, chooses the keys that all heads attend to."""
 
     def attn_plan(self, attn: Any) -> Plan:
-        has_indexer = (
-            getattr(attn, "indexer", None) is not None
-        )  # blocks may use the keys that an earlier one has chosen
+        # Blocks may use the keys that an earlier one has chosen; then they have no indexer.
+        has_indexer = getattr(attn, "indexer", None) is not None
         indexer = self.each_of(attn, "indexer", self.replicated_in_region()) if has_indexer else {}
         return super().attn_plan(attn) | indexer
 

@@ -1,4 +1,7 @@
-"""The plan of GPT-2: weights are [inputs, outputs]; queries, keys and values are packed; positions are learned."""
+"""The plan of GPT-2: weights are [inputs, outputs]; queries, keys and values are packed; positions are learned.
+
+GPT-BigCode and GPT-Neo have the same positions (`LearnedPositionsPlan`).
+"""
 
 from typing import Any
 
@@ -7,9 +10,11 @@ from torch import nn
 from titanplans import Plan, TPPlan, register_plan
 
 
-@register_plan("gpt2")
-class GPT2Plan(TPPlan):
+class LearnedPositionsPlan(TPPlan):
     """Positions are added before the stream begins. It ends at the final norm, whose output the model reshapes."""
+
+    mlp_in = ("c_fc",)
+    mlp_out = "c_proj"
 
     def model_plan(self, model: nn.Module) -> Plan:
         return super().model_plan(model) | {
@@ -17,6 +22,11 @@ class GPT2Plan(TPPlan):
             "transformer.wpe": self.replicated_off_stream(),
             "transformer.ln_f": self.end_of_stream(),
         }
+
+
+@register_plan("gpt2")
+class GPT2Plan(LearnedPositionsPlan):
+    """Weights are those of transformers' Conv1D."""
 
     def attn_plan(self, attn: Any) -> Plan:
         width = attn.embed_dim

@@ -2,26 +2,14 @@
 
 from typing import Any
 
-from torch import nn
-
 from titanplans import Plan, register_plan
 
-from .ungated import Starcoder2Plan
+from .gpt2 import LearnedPositionsPlan
 
 
 @register_plan("gpt_bigcode")
-class GPTBigCodePlan(Starcoder2Plan):
-    """All ranks share the key/value head. Positions are added before the stream begins.
-
-    The stream ends at the final norm, whose output the model reshapes.
-    """
-
-    def model_plan(self, model: nn.Module) -> Plan:
-        return super().model_plan(model) | {
-            "transformer.wte": self.vocab_embedding(all_tokens=True),
-            "transformer.wpe": self.replicated_off_stream(),
-            "transformer.ln_f": self.end_of_stream(),
-        }
+class GPTBigCodePlan(LearnedPositionsPlan):
+    """All ranks share the key/value head."""
 
     def attn_plan(self, attn: Any) -> Plan:
         queries = (
@@ -32,8 +20,4 @@ class GPTBigCodePlan(Starcoder2Plan):
         return {**self.attn_input(), "c_attn": queries, "c_proj": self.rowwise()}
 
     def local_attributes(self, attn: Any) -> dict[str, int]:
-        return (
-            self.divide_by_degree(attn, "embed_dim")
-            if attn.multi_query
-            else self.divide_by_degree(attn, "num_heads")
-        )
+        return self.divide_by_degree(attn, "embed_dim" if attn.multi_query else "num_heads")

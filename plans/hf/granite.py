@@ -10,27 +10,32 @@ from .experts import ExpertsPlan
 from .llama import LlamaPlan
 
 
-class HybridPlan(LlamaPlan):
+@register_plan("bamba")
+class BambaPlan(LlamaPlan):
     """Mamba 2 is split by heads. Heads share B and C by groups, and so do ranks if there are fewer groups than ranks."""
 
-    head_names = ("num_heads", "num_attention_heads")
     shared_head_names = ("n_groups", "num_key_value_heads")
 
     def attn_plan(self, attn: Any) -> Plan:
         if not hasattr(attn, "A_log"):
             return super().attn_plan(attn)
-        width, groups = attn.intermediate_size, attn.n_groups
-        shared = self.shared_heads(groups * attn.ssm_state_size, groups)
+        gate, *convolved, step = self.sections(attn)
         return {
             **self.attn_input(may_gather=True),  # its code sets padding to zero
-            "in_proj": self.packed(width, width, shared, shared, attn.num_heads),
-            "conv1d": self.packed(width, shared, shared),
+            "in_proj": self.packed(gate, *convolved, step),
+            "conv1d": self.packed(*convolved),
             "A_log": self.colwise(),
             "D": self.colwise(),
             "dt_bias": self.colwise(),
             **self.norm_plan(attn),
             "out_proj": self.rowwise(),
         }
+
+    def sections(self, attn: Any) -> tuple[Any, ...]:
+        """Return the sections of `in_proj`: gate, x, B, C and step size."""
+        width, groups = attn.intermediate_size, attn.n_groups
+        shared = self.shared_heads(groups * attn.ssm_state_size, groups)
+        return width, width, shared, shared, attn.num_heads
 
     def norm_plan(self, attn: Any) -> Plan:
         """Plan the gated norm of Mamba 2, which is over each group's width."""
@@ -61,22 +66,15 @@ def gated_input(x, gate):
     return x * silu(gate)
 
 
-@register_plan("bamba")
-class BambaPlan(HybridPlan):
-    """Blocks have either Mamba 2 or attention."""
-
-
 @register_plan("falcon_h1")
-class FalconH1Plan(HybridPlan):
+class FalconH1Plan(BambaPlan):
     """Each block has Mamba 2 and attention, both of the same input. `mup_vector` scales the rows of `in_proj`."""
 
     def attn_plan(self, attn: Any) -> Plan:
         plan = super().attn_plan(attn)
         if not hasattr(attn, "A_log"):
             return plan
-        width, groups = attn.intermediate_size, attn.n_groups
-        shared = self.shared_heads(groups * attn.ssm_state_size, groups)
-        return plan | {"mup_vector": self.packed(width, width, shared, shared, attn.num_heads, dim=2)}
+        return plan | {"mup_vector": self.packed(*self.sections(attn), dim=2)}
 
     def norm_plan(self, attn: Any) -> Plan:
         if not attn.mamba_rms_norm:
@@ -88,6 +86,7 @@ class FalconH1Plan(HybridPlan):
         return {"norm.n_groups": groups} if attn.mamba_rms_norm else {}
 
 
+@register_plan("granitemoe", "granitemoeshared")
 class GraniteMoePlan(ExpertsPlan):
     """The mixture is `block_sparse_moe`; a shared MLP with gate and up in one projection may be next to it."""
 
@@ -104,11 +103,6 @@ class GraniteMoePlan(ExpertsPlan):
         }
 
 
-@register_plan("granitemoe", "granitemoeshared")
-class GraniteMoeDensePlan(GraniteMoePlan):
-    """Attention as in Llama."""
-
-
 @register_plan("granitemoehybrid")
-class GraniteHybridPlan(GraniteMoePlan, HybridPlan):
+class GraniteHybridPlan(GraniteMoePlan, BambaPlan):
     """Blocks have either Mamba 2 or attention."""
