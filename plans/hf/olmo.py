@@ -4,6 +4,7 @@ from typing import Any
 
 from titanplans import Plan, register_plan
 
+from .delta_net import DeltaNetPlan
 from .llama import LlamaPlan
 
 
@@ -17,11 +18,8 @@ class Olmo2Plan(LlamaPlan):
 
 
 @register_plan("olmo_hybrid")
-class OlmoHybridPlan(Olmo2Plan):
+class OlmoHybridPlan(DeltaNetPlan, Olmo2Plan):
     """Gated DeltaNet, split by value heads, and attention in one stack."""
-
-    head_names = ("num_v_heads", "num_attention_heads")
-    shared_head_names = ("num_k_heads", "num_key_value_heads")
 
     def attn_plan(self, attn: Any) -> Plan:
         if not hasattr(attn, "A_log"):
@@ -35,13 +33,4 @@ class OlmoHybridPlan(Olmo2Plan):
             "conv1d": self.packed(keys, keys, attn.value_dim),
             "o_norm": self.replicated_in_region(),
             "o_proj": self.rowwise(),
-        }
-
-    def local_attributes(self, attn: Any) -> dict[str, int]:
-        if not hasattr(attn, "A_log"):
-            return {}
-        key_heads = self.heads_per_rank(attn.num_k_heads)
-        return self.divide_by_degree(attn, "num_v_heads", "value_dim") | {
-            "num_k_heads": key_heads,
-            "key_dim": key_heads * attn.head_k_dim,
         }

@@ -4,6 +4,7 @@ from typing import Any
 
 from titanplans import Plan, register_plan
 
+from .delta_net import DeltaNetPlan
 from .experts import ExpertsPlan
 from .mixtral import Qwen2MoePlan
 from .qwen import Qwen3Plan
@@ -42,14 +43,11 @@ class Qwen3NextPlan(Qwen2MoePlan):
 
 
 @register_plan("qwen3_5_text")
-class Qwen35Plan(Qwen3Plan):
+class Qwen35Plan(DeltaNetPlan, Qwen3Plan):
     """Gated DeltaNet is split by value heads, and value heads share the query and key heads of their group.
 
     In attention the rows of each head's query and gate are adjacent.
     """
-
-    head_names = ("num_v_heads", "num_attention_heads")
-    shared_head_names = ("num_k_heads", "num_key_value_heads")
 
     def attn_plan(self, attn: Any) -> Plan:
         if not hasattr(attn, "in_proj_qkv"):
@@ -63,15 +61,6 @@ class Qwen35Plan(Qwen3Plan):
             **dict.fromkeys(by_head, self.colwise()),
             "norm": self.replicated_in_region(),
             "out_proj": self.rowwise(),
-        }
-
-    def local_attributes(self, attn: Any) -> dict[str, int]:
-        if not hasattr(attn, "in_proj_qkv"):
-            return {}
-        key_heads = self.heads_per_rank(attn.num_k_heads)
-        return self.divide_by_degree(attn, "num_v_heads", "value_dim") | {
-            "num_k_heads": key_heads,
-            "key_dim": key_heads * attn.head_k_dim,
         }
 
 

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from titanplans.errors import PlanError
 from titanplans.split.decoder import Block, join
 from titanplans.torch_private.dispatch import tree_leaves, tree_map_only
+from titanplans.user_code import as_user_error
 
 
 @dataclass
@@ -200,7 +202,9 @@ def _region(name: str, module: nn.Module, call: ModuleCall, shape: tuple[int, in
     if hidden is None or not outputs or not is_stream(outputs[0]):
         return None
     positional = hidden not in call.kwargs and names[0] == hidden
-    return RecordedRegion(name, copy.deepcopy(module), call, hidden, positional, names)
+    with as_user_error(f"derive: {name} ({type(module).__name__}) can't be copied", PlanError):
+        copied = copy.deepcopy(module)
+    return RecordedRegion(name, copied, call, hidden, positional, names)
 
 
 def walk_float_arguments(region: RecordedRegion) -> Iterator[tuple[str, torch.Tensor]]:

@@ -187,14 +187,14 @@ def count_once(function: Callable[..., Any], ranks: HeadRanks) -> Callable[..., 
     return computed
 
 
-def heads_of_result(heads: int, dim: int = 0) -> FunctionMaker:
+def heads_of_result(heads: int) -> FunctionMaker:
     """Return a maker of local functions whose result has only this rank's heads.
 
-    For values that a model computes by a head's index and passes to its mixers, such as ALiBi's biases.
+    For values [heads, ...] or [batch x heads, ...] that a model computes by a head's index and passes to its mixers, such as
+    ALiBi's biases.
 
     Args:
         heads: the number of heads of the unsplit model.
-        dim: a dimension of the result whose size is a multiple of `heads`, with the heads last: [batch x heads].
     """
 
     def make(function: Callable[..., torch.Tensor], ranks: HeadRanks) -> Callable[..., torch.Tensor]:
@@ -202,8 +202,8 @@ def heads_of_result(heads: int, dim: int = 0) -> FunctionMaker:
 
         @wraps(function)
         def computed(*args: Any, **kwargs: Any) -> torch.Tensor:
-            by_head = function(*args, **kwargs).unflatten(dim, (-1, heads))
-            return by_head.narrow(dim + 1, local * ranks.rank, local).flatten(dim, dim + 1)
+            by_head = function(*args, **kwargs).unflatten(0, (-1, heads))
+            return by_head.narrow(1, local * ranks.rank, local).flatten(0, 1)
 
         return computed
 

@@ -111,13 +111,13 @@ def check_activation_checkpointing(model: nn.Module, options: ActivationCheckpoi
             f"{class_name(model)} recomputes its blocks itself: call gradient_checkpointing_disable() before "
             "activation_checkpoint"
         )
-    if not any(recomputed):
+    if not recomputed:
         why = _WHY_NOTHING.get(options.mode, "its lists of blocks are empty")
         raise options.error(
             "selective_ac_option" if every > 1 else "mode",
             f"it recomputes nothing of {class_name(model)}: {why}",
         )
-    return [name for name in recomputed if name is not None]
+    return recomputed
 
 
 def keeps_operators(options: ActivationCheckpoint) -> bool:
