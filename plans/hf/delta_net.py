@@ -5,7 +5,7 @@ from typing import Any
 from .llama import LlamaPlan
 
 
-class DeltaNetPlan(LlamaPlan):
+class ValueHeadsPlan(LlamaPlan):
     """Value heads share the query and key heads of their group, and so do ranks if there are fewer of these than ranks."""
 
     head_names = ("num_v_heads", "num_attention_heads")

@@ -4,7 +4,7 @@ from typing import Any
 
 from titanplans import Plan, register_plan
 
-from .delta_net import DeltaNetPlan
+from .delta_net import ValueHeadsPlan
 from .llama import LlamaPlan
 
 
@@ -18,7 +18,7 @@ class Olmo2Plan(LlamaPlan):
 
 
 @register_plan("olmo_hybrid")
-class OlmoHybridPlan(DeltaNetPlan, Olmo2Plan):
+class OlmoHybridPlan(ValueHeadsPlan, Olmo2Plan):
     """Gated DeltaNet, split by value heads, and attention in one stack."""
 
     def attn_plan(self, attn: Any) -> Plan:

@@ -4,7 +4,7 @@ from typing import Any
 
 from titanplans import Plan, register_plan
 
-from .delta_net import DeltaNetPlan
+from .delta_net import ValueHeadsPlan
 from .experts import ExpertsPlan
 from .mixtral import Qwen2MoePlan
 from .qwen import Qwen3Plan
@@ -43,7 +43,7 @@ class Qwen3NextPlan(Qwen2MoePlan):
 
 
 @register_plan("qwen3_5_text")
-class Qwen35Plan(DeltaNetPlan, Qwen3Plan):
+class Qwen35Plan(ValueHeadsPlan, Qwen3Plan):
     """Gated DeltaNet is split by value heads, and value heads share the query and key heads of their group.
 
     In attention the rows of each head's query and gate are adjacent.

@@ -44,7 +44,8 @@ pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 def count(name: str, options: TPOptions, variant: int = 0, plan=None, length: int = 16) -> Communication:
     with fake_ranks(options.degrees.tp) as mesh:
-        config = modeling.load_config(name, "debug", **zoo.FAMILIES[name][variant])
+        fields = zoo.FURTHER[name] if name in zoo.FURTHER else zoo.FAMILIES[name][variant]
+        config = modeling.load_config(name, "debug", **fields)
         model = build_real(config, dtype=torch.float32)
         inputs = sample_inputs(config, batch_size=2, seq_len=length, seed=0)
         applied = apply_plan(
@@ -82,6 +83,14 @@ def test_styles_send_exactly_what_they_declare(name):
 def test_styles_of_all_other_families_send_exactly_what_they_declare(name):
     for variant in range(len(zoo.FAMILIES[name])):
         assert count(name, CHOICES[0], variant).minimal
+
+
+@pytest.mark.parametrize(
+    "name", [n if n == "gemma4_text" else pytest.param(n, marks=pytest.mark.exhaustive) for n in zoo.FURTHER]
+)
+def test_styles_of_further_architectures_send_exactly_what_they_declare(name):
+    """Hunyuan 4's stream begins with four copies of the embedding's output, whose gradients are gathered as four."""
+    assert count(name, CHOICES[0], 0).minimal == (name != "hy_v4")
 
 
 def summed_twice(original, module, border):

@@ -1,5 +1,6 @@
 """`stream_arguments()`: a block that takes other tensors of all tokens next to its hidden states."""
 
+import math
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import nn
 from titanplans.errors import PlanError
 from titanplans.split.arguments import positional
 from titanplans.split.border import Border
+from titanplans.split.costs import Call, ExpectedCollective
 from titanplans.split.state import key_of
 from titanplans.styles.base import Site, Style
 
@@ -41,6 +43,12 @@ class StreamArguments(Style):
         if site.border.stream.shards_sequence:
             hook = partial(_shard, site.border, self, positional(module))
             module.register_forward_pre_hook(hook, with_kwargs=True)
+
+    def sends(self, module: nn.Module, call: Call) -> tuple[ExpectedCollective, ...]:
+        if call.dim is None:
+            return ()
+        largest = max(map(math.prod, call.shapes))
+        return tuple(ExpectedCollective((), ("all_gather",), largest) for _ in self.names)
 
 
 def _shard(
