@@ -6,11 +6,14 @@ import pytest
 import torch
 from torch import nn
 
+from tests import zoo
 from titanplans import PlanError, TPOptions, registered_plans
 from titanplans.derive import analyse, derive, small_configs
+from titanplans.derive.analyse import fused_kernels_of, kernels_of
 from titanplans.derive.counts import Counts
 from titanplans.modeling import build_real, load_config
 from titanplans.plan.degrees import Degrees
+from titanplans.split.decoder import find_decoder
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
@@ -199,3 +202,15 @@ def test_a_region_with_which_no_proof_passes_is_not_split(monkeypatch):
     assert plan.proofs > 2
     assert "Not split: mixer." in plan.text
     assert "mixer is not split: the proof failed with it" in plan.notes
+
+
+@pytest.mark.parametrize(
+    ("name", "fused"),
+    [("falcon_mamba", ["mamba_inner_fn"]), ("bamba", ["mamba2_split_conv1d_scan_combined"]), ("jamba", [])],
+)
+def test_kernels_that_replace_modules_of_a_mixer_are_switched_off(name, fused):
+    mixer = next(iter(find_decoder(zoo.build(name)).mixers.values()))
+    assert fused_kernels_of(mixer) == fused
+    assert set(fused) | {"causal_conv1d_fn"} <= set(kernels_of(mixer))
+    plan = registered_plans()[name](TPOptions(Degrees(tp=2, dp_shard=1)))
+    assert list(plan.local_functions(mixer)) == fused

@@ -253,13 +253,27 @@ def _shared_head_name(split: SlicedRegion) -> str | None:
 
 def kernels_of(module: nn.Module) -> list[str]:
     """Return the functions called by the code in `module` in whose place transformers calls kernels on a GPU, by name."""
-    names: dict[str, None] = {}
-    for cls in {type(inner) for inner in module.modules()}:
-        for method in methods(cls).values():
-            code = inspect.unwrap(method)
-            called = ((name, code.__globals__.get(name)) for name in code.__code__.co_names)
-            names |= dict.fromkeys(name for name, function in called if _may_be_a_kernel(function))
-    return sorted(names)
+    classes = {type(inner) for inner in module.modules()}
+    return sorted({name for cls in classes for name in _kernels(cls)})
+
+
+def fused_kernels_of(module: nn.Module) -> list[str]:
+    """Return the kernels that the code of `module` itself calls in place of its modules, by name.
+
+    Where a kernel is not installed, the function of this name only returns None, and the code calls its modules.
+    """
+    kernels = _kernels(type(module))
+    codes = {name: inspect.unwrap(function).__code__ for name, function in kernels.items()}
+    return sorted(name for name, code in codes.items() if code.co_consts == (None,) and not code.co_names)
+
+
+def _kernels(cls: type) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for method in methods(cls).values():
+        code = inspect.unwrap(method)
+        called = {name: code.__globals__.get(name) for name in code.__code__.co_names}
+        found |= {name: function for name, function in called.items() if _may_be_a_kernel(function)}
+    return found
 
 
 def _may_be_a_kernel(function: Any) -> bool:

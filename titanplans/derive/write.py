@@ -6,7 +6,14 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from titanplans.derive.analyse import BlockSplit, ModelSplit, RegionSplit, integers, relative
+from titanplans.derive.analyse import (
+    BlockSplit,
+    ModelSplit,
+    RegionSplit,
+    fused_kernels_of,
+    integers,
+    relative,
+)
 from titanplans.derive.probe import ARGUMENT, BUFFER
 from titanplans.derive.sections import Section
 from titanplans.plan.plan import TPPlan
@@ -426,7 +433,11 @@ def write_plan(split: ModelSplit, name: str, choices: Choices, other: ModelSplit
         expressions = {id(kind): writers[id(kind)].counts() for kind in kinds if id(kind) in writers}
         attributes = {"attn_plan": "local_attributes", "mlp_plan": "mlp_attributes"}.get(method)
         if attributes and any(expressions.values()):
-            _add(source, attributes, variable, _counts_method(kinds, expressions, variable))
+            _add(source, attributes, variable, _returned_by_kind(kinds, expressions, variable))
+        if method == "attn_plan":
+            fused = {id(kind): _without_kernels(kind) for kind in kinds if id(kind) in writers}
+            if any(fused.values()):
+                _add(source, "local_functions", variable, _returned_by_kind(kinds, fused, variable))
     if choices.counted_once is not None:
         _add(source, "model_functions", "model", [f'return {{"{choices.counted_once}": self.count_once}}'])
     return source
@@ -558,7 +569,13 @@ def _returned(lines: Sequence[str], experts: str | None) -> list[str]:
     ]
 
 
-def _counts_method(
+def _without_kernels(kind: RegionSplit) -> str | None:
+    """Return what `local_functions` returns, so that no fused kernel computes a sum over all units; None: there is none."""
+    items = ", ".join(f'"{name}": self.without_kernel' for name in fused_kernels_of(kind.module))
+    return f"{{{items}}}" if items else None
+
+
+def _returned_by_kind(
     kinds: Sequence[RegionSplit], expressions: Mapping[int, str | None], variable: str
 ) -> list[str]:
     bodies = {id(kind): [f"return {expressions.get(id(kind)) or '{}'}"] for kind in kinds}
