@@ -47,6 +47,7 @@ PUBLIC_TABLES = {"_parameters", "_modules", "_buffers", "_asdict", "_replace", "
 LIBRARIES = ("torch", "torchtitan", "torchao")
 MARK = "# private: "
 MARKED = {
+    "titanplans/foresight/pipeline.py": 4,
     "titanplans/parallel/fsdp/construction.py": 2,
     "titanplans/parallel/fsdp/gradient_sync.py": 3,
     "titanplans/parallel/fsdp/sharding.py": 2,
@@ -229,7 +230,7 @@ def test_private_names_are_in_one_package_or_under_a_mark():
 def test_the_search_finds_private_names():
     text = (ROOT / "titanplans/torch_private/dispatch.py").read_text()
     private = [source for _, source in private_names(ast.parse(text), defined_names())]
-    assert "from torch._subclasses.fake_tensor import FakeTensor" in private
+    assert any(source.startswith("from torch._subclasses.fake_tensor import") for source in private)
     assert "torch._guards" in private
 
 

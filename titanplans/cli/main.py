@@ -5,6 +5,7 @@
     titanplans verify gla                            # prove a plan, on a CPU
     titanplans verify my_plans:MyPlan --model my_models:build
     titanplans derive exaone4                        # write a plan and prove it
+    titanplans estimate configs/gla_7B.toml --gpu H100   # the memory it needs
     titanplans data configs/gla_debug.toml           # what its model will see
     titanplans list                                  # the registered plans
     titanplans list gla                              # how it is split
@@ -43,6 +44,7 @@ COMMANDS = {
     "evaluate": "cli.evaluate",
     "verify": "cli.verify.main",
     "derive": "cli.derive",
+    "estimate": "cli.estimate",
     "data": "cli.data",
     "list": "cli.verify.main",
     "async-tp": "cli.verify.main",

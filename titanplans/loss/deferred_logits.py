@@ -7,6 +7,7 @@ the logits are refused.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from titanplans.errors import ParallelError
 from titanplans.loss.sharded_logits import Objective
 from titanplans.torch_private.autograd import version
-from titanplans.torch_private.dispatch import without_torch_function
+from titanplans.torch_private.dispatch import unset_fake_temporarily, without_torch_function
 
 PROBE = torch.linspace(-100, 100, 41, dtype=torch.float64)
 """Values at which the function of the model's code after the head is compared with the one that the head applied."""
@@ -44,6 +45,7 @@ _FIELDS = frozenset(
         "shape",
         "dtype",
         "device",
+        "device.default",  # the operator by which autograd asks a fake tensor
         "requires_grad",
         "ndim",
         "is_leaf",
@@ -130,7 +132,10 @@ class DeferredLogits(torch.Tensor):
             NotFused: it changes them differently.
         """
         after_head, probe = self.of.after_head, self.of.probe
-        expected = PROBE if after_head is None else after_head(PROBE)
+        with unset_fake_temporarily():  # the probe has values even in a forward on fake tensors
+            self._compare(probe, PROBE if after_head is None else after_head(PROBE))
+
+    def _compare(self, probe: torch.Tensor, expected: torch.Tensor) -> None:
         if not torch.allclose(probe, expected, rtol=1e-6, atol=0):
             worst = int((probe - expected).abs().argmax())
             raise NotFused(
@@ -164,7 +169,8 @@ class DeferredLogits(torch.Tensor):
                 if name == "clone":  # DDP clones outputs to find unused parameters
                     return stand_in(_CollapseToScalar.apply(first), first.shape, first.of)
                 if name in _ELEMENTWISE:
-                    probe = func(first.of.probe, *args[1:], **kwargs)
+                    with unset_fake_temporarily():
+                        probe = func(first.of.probe, *args[1:], **kwargs)
                     return stand_in(
                         _CollapseToScalar.apply(first), first.shape, first.of._replace(probe=probe)
                     )
@@ -198,6 +204,12 @@ def _scalar_of(expanded: torch.Tensor) -> torch.Tensor:
     return expanded[(0,) * expanded.ndim] if expanded.numel() else expanded.sum()
 
 
+@cache
+def _deferred(cls: type[torch.Tensor]) -> type[DeferredLogits]:
+    """Return DeferredLogits for tensors of class `cls`; a fake tensor has to stay one."""
+    return DeferredLogits if cls is torch.Tensor else type(DeferredLogits.__name__, (DeferredLogits, cls), {})
+
+
 class _ExpandScalar(torch.autograd.Function):
     """Expands a scalar to a shape without more memory. The backward returns the scalar that its gradient repeats."""
 
@@ -207,7 +219,7 @@ class _ExpandScalar(torch.autograd.Function):
         expanded = torch.empty_strided(shape, (0,) * len(shape), dtype=loss.dtype, device=loss.device)
         if expanded.numel():
             expanded.as_strided((), ()).copy_(loss)
-        expanded.__class__ = DeferredLogits  # as_subclass would make a view
+        expanded.__class__ = _deferred(type(expanded))  # as_subclass would make a view
         return expanded
 
     @staticmethod

@@ -1,7 +1,7 @@
 """Dispatch of operators: modes, fake tensors, schemas, pytrees."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -11,15 +11,27 @@ from torch import _foreach_mul_ as foreach_mul_
 from torch import _foreach_norm as foreach_norm
 from torch._C import _disabled_torch_function_impl as disabled_torch_function
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
+from titanplans.torch_private.swapped import swapped
+
 __all__ = [
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
     "FakeTensor",
+    "FakeTensorMode",
     "OpOverload",
     "TorchDispatchMode",
     "TreeSpec",
+    "address_of",
     "assert_async",
     "disabled_torch_function",
     "fake_mode_is_on",
@@ -35,7 +47,9 @@ __all__ = [
     "tree_map",
     "tree_map_only",
     "tree_unflatten",
+    "unset_fake_temporarily",
     "version",
+    "watch_resizes",
     "without_torch_function",
 ]
 
@@ -62,7 +76,29 @@ def meta_nonzero_finds_all() -> AbstractContextManager[Any]:
 
 def storage_id(tensor: torch.Tensor) -> int:
     """Return the address of the storage object of `tensor`. It identifies the storage of a meta tensor, too."""
-    return tensor.untyped_storage()._cdata
+    return address_of(tensor.untyped_storage())
+
+
+def address_of(storage: torch.UntypedStorage) -> int:
+    """Return the address of a storage object, which is not that of its memory."""
+    return storage._cdata
+
+
+@contextmanager
+def watch_resizes(on_resize: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """In the body, call `on_resize` after each `UntypedStorage.resize_`, by which FSDP2 frees and allocates parameters.
+
+    It is no operator, so dispatch modes do not see it.
+    """
+    resize = torch.UntypedStorage.resize_
+
+    def resize_and_report(storage: Any, size: int) -> Any:
+        result = resize(storage, size)
+        on_resize(storage)
+        return result
+
+    with swapped(torch.UntypedStorage, "resize_", resize_and_report):
+        yield
 
 
 def version(tensor: torch.Tensor) -> int:

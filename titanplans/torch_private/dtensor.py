@@ -1,6 +1,7 @@
 """DTensor and DeviceMesh."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+
+from titanplans.torch_private.swapped import swapped
 
 __all__ = [
     "DTensorSpec",
@@ -20,6 +23,7 @@ __all__ = [
     "local_tensor",
     "spec_as",
     "spec_of",
+    "watch_shape_propagation",
     "with_spec",
 ]
 
@@ -90,3 +94,20 @@ def clear_sharding_cache() -> None:
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # imports the compiler
 
     _clear_sharding_prop_cache()
+
+
+@contextmanager
+def watch_shape_propagation(context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """In the body, DTensor runs each operator on fake tensors of global shape, which it does once per shape, in `context()`.
+
+    These tensors would otherwise look like tensors of a model on fake tensors.
+    """
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    propagate = propagator._propagate_tensor_meta_non_cached
+
+    def propagate_in_context(schema: Any) -> Any:
+        with context():
+            return propagate(schema)
+
+    with swapped(propagator, "_propagate_tensor_meta_non_cached", propagate_in_context):
+        yield

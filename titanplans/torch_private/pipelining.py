@@ -71,6 +71,20 @@ def copy_views(outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     )
 
 
+def shapes_of_gradients(outputs: Any) -> Any:
+    """Return what the next stage tells a stage about the gradients that it sends back, which are those of `outputs`."""
+    from torch.distributed.pipelining._utils import _derive_grad_metas, _StageBackwardMeta
+
+    return _StageBackwardMeta(backward_metas=_derive_grad_metas(outputs))
+
+
+def is_shapes_sent(meta: Any) -> bool:
+    """Whether `meta` describes the outputs that a stage sends to the next one, and not the gradients that it sends back."""
+    from torch.distributed.pipelining._utils import _StageForwardMeta
+
+    return isinstance(meta, _StageForwardMeta)
+
+
 def backward_of_inputs(
     outputs: list[torch.Tensor],
     gradients: Any,

@@ -16,7 +16,13 @@ from titanplans.training.trainer import documents
 
 ENGINE = ROOT / "titanplans" / "training"
 READERS = (
-    *("trainer/trainer.py", "trainer/loss.py", "trainer/model.py", "launch/processes.py"),
+    *(
+        "trainer/trainer.py",
+        "trainer/computation.py",
+        "trainer/loss.py",
+        "trainer/model.py",
+        "launch/processes.py",
+    ),
     *("launch/rank.py", "checkpoint/manager.py", "checkpoint/resume.py", "checkpoint/folder.py"),
 )
 """Files that use options directly; `acting` does not return these options."""

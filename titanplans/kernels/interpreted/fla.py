@@ -28,8 +28,13 @@ _CYFA = "not q.is_cuda"
 """The condition of the checks in fla.ops.cyfa.utils."""
 
 
-def remove_checks() -> None:
-    """Remove the checks. Call this once per process."""
+def remove_checks(*, processors: int = _PROCESSORS, shared_memory: int | None = None) -> None:
+    """Remove the checks. Call this once per process.
+
+    Args:
+        processors: the number of multiprocessors of the pretended GPU.
+        shared_memory: its shared memory in bytes; None: FLA assumes the smallest.
+    """
     for place, check in _CHECKS.items():
         module, _, name = place.partition(":")
         _remove_check(importlib.import_module(f"fla.ops.{module}"), name, check)
@@ -41,7 +46,10 @@ def remove_checks() -> None:
         is_defined_here = inspect.isfunction(plain) and plain.__module__ == utils.__name__
         if is_defined_here and _CYFA in inspect.getsource(plain):
             _remove_check(utils, name, _CYFA)
-    _replace_everywhere(hardware.get_multiprocessor_count, lambda *_, **__: _PROCESSORS)
+    _replace_everywhere(hardware.get_multiprocessor_count, lambda *_, **__: processors)
+    if shared_memory is not None:
+        _replace_everywhere(hardware.get_all_max_shared_mem, lambda: [shared_memory])
+        hardware.check_shared_mem.cache_clear()
 
 
 def widen(on: bool) -> None:

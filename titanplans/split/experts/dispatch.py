@@ -20,6 +20,7 @@ from titanplans.split.collectives import Group, all_to_all, exchange_rows
 from titanplans.split.experts.interfaces import CHOSEN, COUNTED, EVERY, interface_of
 from titanplans.split.state import make_state, specialise, subclass
 from titanplans.torch_private.autograd import in_backward
+from titanplans.torch_private.dispatch import FakeTensor
 
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """The forward of local experts. It takes hidden states [N, H], the ids of their experts [N, 1] and weights [N, 1], all 1."""
@@ -119,8 +120,11 @@ def _through_experts(
         order, counts = _within_capacity(module, order, counts, ranks.capacity)
     counts = counts.view(group[1], module.num_experts)
     received_counts = all_to_all(counts, group)
-    # torch's all-to-all takes sizes as Python ints, so the host waits for the device.
-    sent, received = torch.stack([counts.sum(1), received_counts.sum(1)]).tolist()
+    if isinstance(counts, FakeTensor):  # it has no values: assume that the router distributes tokens evenly
+        sent = received = [len(chunk) for chunk in order.tensor_split(group[1])]
+    else:
+        # torch's all-to-all takes sizes as Python ints, so the host waits for the device.
+        sent, received = torch.stack([counts.sum(1), received_counts.sum(1)]).tolist()
 
     tokens = exchange_rows(local[order // k], received, sent, group)
     # Under autocast a rank without tokens returns its input's dtype, so the output is cast to that on every rank.
@@ -148,6 +152,8 @@ def _within_capacity(
         factor: the capacity divided by the mean number of pairs of an expert.
     """
     capacity = math.ceil(factor * len(order) / len(counts))
+    if isinstance(order, FakeTensor):  # with even routing
+        return order[: capacity * len(counts)], counts
     starts = counts.cumsum(0) - counts
     is_kept = (
         torch.arange(len(order), device=order.device)

@@ -18,8 +18,13 @@ def start_processes(job: JobConfig, device: torch.device) -> Mesh:
     """Initialise the process group, unless that has been done, and return the meshes of the job's degrees."""
     if not dist.is_initialized():
         _start_process_group(job, device)
+    return Mesh(degrees_of(job), device.type)
+
+
+def degrees_of(job: JobConfig) -> Degrees:
+    """Return the degrees in [parallelism]."""
     p = job.parallelism
-    degrees = Degrees(
+    return Degrees(
         dp_replicate=p.data_parallel_replicate_degree,
         dp_shard=p.shard_degree,
         cp=p.context_parallel_degree,
@@ -27,7 +32,6 @@ def start_processes(job: JobConfig, device: torch.device) -> Mesh:
         pp=p.pipeline_parallel_degree,
         ep=p.expert_parallel_degree,
     )
-    return Mesh(degrees, device.type)
 
 
 def _start_process_group(job: JobConfig, device: torch.device) -> None:

@@ -131,6 +131,7 @@ def build_pipeline(
     device: torch.device,
     loss: Any,
     dump_folder: str,
+    stage_class: type[ScheduledStage] = ScheduledStage,
 ) -> Pipeline:
     """Split a model into stages, parallelise this rank's stages, and return them with their schedule.
 
@@ -143,6 +144,7 @@ def build_pipeline(
         device: this rank's device.
         loss: the job's `CrossEntropyLoss`.
         dump_folder: the job's dump folder.
+        stage_class: the class of the torch stages.
 
     Raises:
         ParallelError: the model can't be split into that many stages, or can't be traced on meta.
@@ -159,8 +161,7 @@ def build_pipeline(
 
     def make_stages() -> list[ScheduledStage]:
         return [
-            ScheduledStage(part, index, len(stages), device, group, loss)
-            for index, part in model_parts.items()
+            stage_class(part, index, len(stages), device, group, loss) for index, part in model_parts.items()
         ]
 
     return Pipeline(make_stages, [*stages.shared.values()], description)

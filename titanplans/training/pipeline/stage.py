@@ -133,15 +133,19 @@ def stages_of(model: Any, options: PipelineParallel, ranks: int, seq_len: int) -
     Raises:
         ParallelError: the model can't be split into that many stages, or can't be traced on meta.
     """
+    starts = starts_of_stages(model, options, ranks, seq_len)
+    return Stages(model, trace_on_meta(model, seq_len), starts)
+
+
+def starts_of_stages(model: Any, options: PipelineParallel, ranks: int, seq_len: int) -> tuple[int, ...]:
+    """Return the index of the first block of each stage. Arguments and errors as `stages_of`, but nothing is traced."""
     decoder = find_decoder(model)
     if options.pipeline_parallel_split_points:
-        starts = stage_starts(decoder.names, options.pipeline_parallel_split_points)
-    else:
-        schedule, layers = options.pipeline_parallel_schedule, options.pipeline_parallel_layers_per_stage
-        stages = stage_count(schedule, ranks, len(decoder.names), layers)
-        costs = flops_of_blocks(model, decoder, seq_len)
-        starts = balance(costs.blocks, costs.first, costs.last, stages)
-    return Stages(model, trace_on_meta(model, seq_len), starts)
+        return stage_starts(decoder.names, options.pipeline_parallel_split_points)
+    schedule, layers = options.pipeline_parallel_schedule, options.pipeline_parallel_layers_per_stage
+    stages = stage_count(schedule, ranks, len(decoder.names), layers)
+    costs = flops_of_blocks(model, decoder, seq_len)
+    return balance(costs.blocks, costs.first, costs.last, stages)
 
 
 def trace_on_meta(model: Any, seq_len: int) -> Trace:

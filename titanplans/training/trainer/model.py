@@ -28,6 +28,7 @@ from titanplans.split.collectives import Group, group_of
 from titanplans.split.stages.trace import logits_of, without_cache
 from titanplans.training.job import resolve
 from titanplans.training.pipeline.pipeline import Pipeline, build_pipeline
+from titanplans.training.pipeline.stage import ScheduledStage
 from titanplans.training.trainer import documents
 from titanplans.training.trainer.loss import CrossEntropyLoss
 
@@ -152,6 +153,13 @@ class LanguageModel:
             modeling.move_buffers(self.lm, buffer_device)
 
 
+class ModelParts(NamedTuple):
+    """The models that this rank trains, parallelised, on meta."""
+
+    model_parts: list[LanguageModel]
+    pipeline: Pipeline | None
+
+
 class Models(NamedTuple):
     """The models that this rank trains."""
 
@@ -181,31 +189,13 @@ def make_models(
             f"model from {name if flavor == 'config' else f'{name} {flavor}'}, tokenizer from "
             f"{resolve.tokenizer_path(job)}; a run that resumes no checkpoint loads its weights from {weights_folder}"
         )
-    with torch.device("meta"), set_default_dtype(getattr(torch, job.training.dtype)):
-        model = LanguageModel(config, document_keyword=documents.document_keyword(job, config))
+    model = build_on_meta(job, config, documents.document_keyword(job, config))
     count, flops = _count_parameters_and_flops(model.lm, strategy, job.training.seq_len)
     logger.info(f"Model {name} {flavor} size: {count:,} total parameters")
 
-    pipeline, model_parts, seed_only = None, [model], job.checkpoint.create_seed_checkpoint
-    with rename_option_errors():
-        if mesh.pp_enabled:
-            assert isinstance(strategy, FSDP2Config)  # DDP with a pipeline has been refused
-            pipeline = build_pipeline(
-                model,
-                job.parallelism,
-                strategy,
-                parallel_dims=mesh,
-                seq_len=job.training.seq_len,
-                device=device,
-                loss=loss,
-                dump_folder=job.job.dump_folder,
-            )
-            model_parts = pipeline.model_parts
-        elif not seed_only:
-            parallelize(model.lm, parallel_dims=mesh, config=strategy, dump_folder=job.job.dump_folder)
-            if (check := record_of(model.lm).image_check) is not None:
-                # The check for images in the input costs a synchronisation, and the batches of a job are text.
-                check.remove()
+    model_parts, pipeline, seed_only = [model], None, job.checkpoint.create_seed_checkpoint
+    if not seed_only:
+        model_parts, pipeline = parallelize_model(model, job, strategy, mesh, device, loss)
 
     on_cpu = seed_only or job.training.enable_cpu_offload
     for model_part in model_parts:
@@ -219,6 +209,47 @@ def make_models(
         splits_backward = pipeline is not None and pipeline.splits_backward
         model_part.set_loss(loss, mesh.get_optional_mesh("batch"), splits_backward=splits_backward)
     return Models(model_parts, pipeline, flops)
+
+
+def build_on_meta(job: JobConfig, config: PretrainedConfig, document_keyword: str | None) -> LanguageModel:
+    """Build a job's model, unsplit, on meta, with weights of training.dtype; the arguments are those of `LanguageModel`."""
+    with torch.device("meta"), set_default_dtype(getattr(torch, job.training.dtype)):
+        return LanguageModel(config, document_keyword=document_keyword)
+
+
+def parallelize_model(
+    model: LanguageModel,
+    job: JobConfig,
+    strategy: FSDP2Config | DDPConfig,
+    mesh: Mesh,
+    device: torch.device,
+    loss: CrossEntropyLoss,
+    stage_class: type[ScheduledStage] = ScheduledStage,
+) -> ModelParts:
+    """Parallelise `model`, on meta, in place; or split it into this rank's pipeline stages, and parallelise those.
+
+    The arguments are those of `make_models`; `stage_class` is the class of the torch stages.
+    """
+    with rename_option_errors():
+        if mesh.pp_enabled:
+            assert isinstance(strategy, FSDP2Config)  # DDP with a pipeline has been refused
+            pipeline = build_pipeline(
+                model,
+                job.parallelism,
+                strategy,
+                parallel_dims=mesh,
+                seq_len=job.training.seq_len,
+                device=device,
+                loss=loss,
+                dump_folder=job.job.dump_folder,
+                stage_class=stage_class,
+            )
+            return ModelParts(pipeline.model_parts, pipeline)
+        parallelize(model.lm, parallel_dims=mesh, config=strategy, dump_folder=job.job.dump_folder)
+        if (check := record_of(model.lm).image_check) is not None:
+            # The check for images in the input costs a synchronisation, and the batches of a job are text.
+            check.remove()
+        return ModelParts([model], None)
 
 
 def _count_parameters_and_flops(

@@ -9,7 +9,6 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,10 @@ from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 from torchtitan.tools.profiler import Profiler
 
-from titanplans.config import DDPConfig, JobConfig, rename_option_errors, strategy_of
+from titanplans.config import JobConfig, rename_option_errors
 from titanplans.disk import write_atomically
 from titanplans.errors import DataError, Diverged
 from titanplans.loss import IGNORED
-from titanplans.parallel import ddp
 from titanplans.parallel.compile import async_tp
 from titanplans.parallel.fsdp import gradient_sync
 from titanplans.parallel.mesh.process_group import local_device
@@ -39,18 +37,15 @@ from titanplans.training.job import loaders, resolve
 from titanplans.training.job.derived import check_same_plan
 from titanplans.training.launch.processes import lower_timeouts, start_processes
 from titanplans.training.trainer import documents
-from titanplans.training.trainer.loss import CrossEntropyLoss
+from titanplans.training.trainer.computation import Batch, StepComputation
 from titanplans.training.trainer.metrics import MetricsProcessor
 from titanplans.training.trainer.model import make_models
 from titanplans.training.trainer.optimizer import LRSchedulers, Optimizers, prepare_optimizer
 from titanplans.training.trainer.parallelism_report import JobReport
-from titanplans.training.trainer.step import Clipping, FiniteCheck, GracefulStop, get_rng_state, set_rng_state
-
-Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
-"""Inputs ("input", "positions") and labels, each `[local_batch_size, seq_len]`."""
+from titanplans.training.trainer.step import FiniteCheck, GracefulStop, get_rng_state, set_rng_state
 
 
-class Trainer:
+class Trainer(StepComputation):
     """Trains a job on this rank: call `train()`, then `close()`.
 
     Args:
@@ -66,10 +61,8 @@ class Trainer:
     """
 
     def __init__(self, job: JobConfig):
-        self.job, self.strategy = job, strategy_of(job)
-        self.hf_config = resolve.hf_config(job)
-        self.device = local_device()
-        self.mesh = start_processes(job, self.device)
+        device = local_device()
+        super().__init__(job, resolve.hf_config(job), start_processes(job, device), device)
         self.batch_mesh = self.mesh.get_optional_mesh("batch")
         self.loss_mesh = self.mesh.get_optional_mesh("loss")
         self.cp_mesh = self.mesh.get_optional_mesh("cp")
@@ -86,8 +79,7 @@ class Trainer:
         self._make_model()
         self._make_optimizers()
         self._make_data()
-        self.clipping = Clipping(skips_nonfinite=job.training.skip_nan_inf)
-        self.finite_check = FiniteCheck(self._lms, self.device)
+        self.finite_check = FiniteCheck(self.lms, self.device)
         states = {
             "optimizer": self.optimizers,
             "lr_scheduler": self.lr_schedulers,
@@ -96,7 +88,7 @@ class Trainer:
         }
         self.checkpointer = CheckpointManager(
             job,
-            self._lms,
+            self.lms,
             states,
             hf_config=self.hf_config,
             is_finite=self.finite_check.on_all_ranks,
@@ -107,7 +99,7 @@ class Trainer:
         if self.pipeline is not None:
             pipeline_report = self.pipeline.report(self.microbatches, job.job.dump_folder)
         self.report = JobReport(
-            self._lms[0],
+            self.lms[0],
             self.mesh,
             self.strategy,
             job.job.dump_folder,
@@ -120,14 +112,13 @@ class Trainer:
 
     def _make_model(self) -> None:
         job, mesh = self.job, self.mesh
-        self.loss = CrossEntropyLoss(job.loss, self.strategy.compile)
         self.model_parts, self.pipeline, flops = make_models(
             job, self.strategy, self.hf_config, mesh, self.device, self.loss
         )
         if job.model.derive:
-            check_same_plan(self._lms[0])
+            check_same_plan(self.lms[0])
         self._pipeline_group = None if self.pipeline is None else self.pipeline.group
-        lms = torch.nn.ModuleList(self._lms)
+        lms = torch.nn.ModuleList(self.lms)
         self.balancer = LoadBalancer(lms, mesh, job.optimizer.load_balance_coeff, self._pipeline_group)
         for model in self.model_parts:
             # A pipeline's shape inference runs a forward that belongs to no step, so its expert loads are discarded.
@@ -140,15 +131,10 @@ class Trainer:
             metrics.peak_flops = None
         metrics.log_model()
 
-    @property
-    def _lms(self) -> list[Any]:
-        """The Hugging Face model, or this rank's pipeline stages of it."""
-        return [model.lm for model in self.model_parts]
-
     def _make_optimizers(self) -> None:
-        job = self.job
-        self.optimizers = Optimizers(job, self._lms)
-        self.lr_schedulers = LRSchedulers(job, self.optimizers)
+        self.optimizers = Optimizers(self.job, self.lms)
+        # Before the step is compiled, since the schedulers add a setting to the param groups.
+        self.lr_schedulers = LRSchedulers(self.job, self.optimizers)
         with rename_option_errors():
             for optimizer in self.optimizers:
                 prepare_optimizer(optimizer, self.strategy.compile)
@@ -275,7 +261,7 @@ class Trainer:
 
         losses = []
         for index, batch in enumerate(batches):
-            with self._accumulating(last=index == len(batches) - 1):
+            with self.accumulating(last=index == len(batches) - 1):
                 losses.append(self.forward_backward_step(batch, global_valid_tokens))
             self.tokens_seen += batch[1].numel()
         norm = self._clip()
@@ -291,56 +277,9 @@ class Trainer:
         if not self.clipping.skipped_in_a_row:  # otherwise the step was skipped
             self.finite_check.add((norm, *losses))
 
-    def forward_backward_step(self, batch: Batch, global_valid_tokens: torch.Tensor) -> torch.Tensor:
-        """Add the gradients of one batch; return its loss on this rank (see `_loss_of`), detached."""
-        loss = self._loss_of(batch, global_valid_tokens)
-        if self.pipeline is None:  # a pipeline's schedule has run the backward already
-            loss.backward()
-        return loss.detach()
-
-    def _loss_of(self, batch: Batch, global_valid_tokens: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the loss summed over a batch's tokens and divided by `global_valid_tokens`.
-
-        In validation `global_valid_tokens` is None, and the loss is only the sum. Under context parallelism the loss covers
-        the tokens of this rank, and the losses of the CP ranks add up to that of the batch. With a pipeline it is the same
-        on every stage.
-        """
-        inputs, labels = batch[0], batch[1].to(self.device)
-        tokens, positions = inputs["input"].to(self.device), inputs["positions"].to(self.device)
-        if self.pipeline is None:
-            return self.loss(
-                self.model_parts[0](tokens, positions=positions, labels=labels), labels, global_valid_tokens
-            )
-        microbatches = len(labels) // self.job.parallelism.pipeline_parallel_microbatch_size
-        return self.pipeline.run(
-            tokens, labels, positions, microbatches=microbatches, valid_tokens=global_valid_tokens
-        )
-
-    def _accumulating(self, *, last: bool) -> AbstractContextManager[None]:
-        """Return a context for forward and backward of a batch. It defers gradient reductions if the job says so."""
-        strategy = self.strategy
-        if self.pipeline is not None:  # torch's pipeline stages defer it themselves
-            return nullcontext()
-        if isinstance(strategy, DDPConfig):
-            return ddp.accumulate(self._lms[0], last=last, defer=strategy.defer_grad_sync)
-        return gradient_sync.accumulate(
-            self._lms[0],
-            last=last,
-            defer=strategy.fsdp_defer_grad_sync,
-            keep_gathered=strategy.fsdp_keep_gathered,
-        )
-
     def _clip(self) -> torch.Tensor:
-        """Clip the gradients, or drop them under training.skip_nan_inf; return their norm before clipping."""
-        training = self.job.training
-        parameters = [parameter for lm in self._lms for parameter in lm.parameters()]
-        pipeline_args: dict[str, Any] = {}
-        if self.pipeline is not None:
-            # The norm needs the sum of the gradients of each parameter that several stages hold (tied weights).
-            self.pipeline.sum_shared_gradients()
-            pipeline_args = {"pp_group": self.pipeline.group, "counted": self.pipeline.counted(parameters)}
-        # max_norm = 0 turns clipping off, but the norm is still measured.
-        norm = self.clipping.clip(parameters, training.max_norm or math.inf, self.step, **pipeline_args)
+        """Run `clip`, then the load balancer; refuse to skip more steps in a row than training.skip_nan_inf_limit."""
+        training, norm = self.job.training, self.clip(self.step)
         self.balancer.after_backward(skipped=bool(self.clipping.skipped_in_a_row))
         if self.clipping.skipped_in_a_row >= training.skip_nan_inf_limit:
             raise Diverged(
@@ -392,9 +331,9 @@ class Trainer:
         validation, settings = self.job.validation, resolve.validation_data(self.job)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.metrics_processor.paused())
-            for lm in self._lms if validation.unshard else ():
+            for lm in self.lms if validation.unshard else ():
                 stack.enter_context(gradient_sync.unsharded(lm))
-            for lm in self._lms:
+            for lm in self.lms:
                 lm.eval()
             total = torch.zeros((), device=self.device)
             local_valid_tokens = torch.zeros((), dtype=torch.int64)
@@ -405,12 +344,12 @@ class Trainer:
                 **self._loader_args,
             )
             for batch in islice(loader, None if validation.steps == -1 else validation.steps):
-                total += self._loss_of(batch)
+                total += self.loss_of(batch)
                 local_valid_tokens += (batch[1] != IGNORED).sum()
             global_valid_tokens = int(_sum(local_valid_tokens.to(self.device), self.batch_mesh).item())
             loss = dist_sum(total, self.loss_mesh) / global_valid_tokens
             self.metrics_processor.log_validation(loss, self.step)
-            for lm in self._lms:
+            for lm in self.lms:
                 lm.train()
         return loss
 

@@ -1,0 +1,82 @@
+"""`titanplans estimate`, as a user calls it."""
+
+import json
+
+import pytest
+
+from tests.support import rehearsals
+from tests.support.programs import run_python
+from titanplans import modeling
+
+JOB = """
+[model]
+name = "{name}"
+[training]
+local_batch_size = 2
+seq_len = 512
+mixed_precision_param = "bfloat16"
+[activation_checkpoint]
+mode = "none"
+"""
+GPU = """
+[tiny]
+memory_gib = 1
+outside_gib = 0.99
+gpus_per_node = 2
+"""
+
+
+@pytest.fixture
+def estimate(tmp_path):
+    (tmp_path / "cluster.toml").write_text(GPU)
+
+    def run(*options, name="gla"):
+        (tmp_path / "job.toml").write_text(JOB.format(name=name))
+        result = run_python("-m", "titanplans", "estimate", "job.toml", *options, cwd=tmp_path)
+        return result.returncode, result.stdout, result.stderr
+
+    return run
+
+
+def test_json_of_linear_attention(estimate, tmp_path):
+    status, out, err = estimate("--json", "--nodes=1")
+    assert status == 0, err
+    values = json.loads(out)
+    assert values["gpus"] == 8
+    (rank,) = values["stages"]
+    weights = sum(p.numel() for p in modeling.build(modeling.load_config("gla", "debug")).parameters()) * 4
+    assert rank["parts"]["weights"] == pytest.approx(weights / 8, rel=0.01)
+    # FLA's kernels keep less than the functions that replace them on a CPU.
+    job = rehearsals.job(tmp_path, "training.seq_len=512", "training.mixed_precision_param=bfloat16")
+    (replaced,) = rehearsals.forecasts(job, modeling.load_config("gla", "debug"), 8)
+    assert rank["parts"]["activations"] < 0.7 * replaced.parts["activations"]
+    assert rank["reserved"] >= rank["allocated"] == sum(rank["parts"].values())
+
+
+def test_a_job_that_does_not_fit(estimate):
+    status, out, err = estimate("--gpu=tiny", "--hardware=cluster.toml")
+    assert (status, "does not fit: " in out) == (1, True), err
+    assert "2 GPUs (tiny)" in out
+    assert "of 1.0 - 1.0 for CUDA and NCCL" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--gpu=h100"], "no such GPU; did you mean H100?"),
+        (["--gpu=tiny", "--hardware=cluster.toml", "--parallelism.tensor_parallel_degree=3"], "3"),
+        (["--training.enable_cpu_offload=true"], "can't be estimated"),
+    ],
+)
+def test_what_is_refused(estimate, options, message):
+    status, _, err = estimate(*options)
+    assert status == 2
+    assert err.startswith("error: ")
+    assert message in err
+
+
+def test_a_model_that_ends_the_process(estimate):
+    """RWKV-7's host code reads the address of a tensor."""
+    status, _, err = estimate(name="rwkv7")
+    assert status == 2
+    assert "its step on tensors without memory ended the process" in err
