@@ -131,6 +131,86 @@ def test_a_model_of_ones_own_is_derived_with_sizes_that_hold_in_two_models():
     assert 'mlp_in = ("up",)' in plan.text
 
 
+class Outer(nn.Module):
+    """A mixer that only calls another module, which counts the heads."""
+
+    def __init__(self, mixer):
+        super().__init__()
+        self.attention = mixer
+
+    def forward(self, hidden):
+        return self.attention(hidden)
+
+
+def test_heads_that_a_module_inside_the_mixer_counts_are_found():
+    def make(*sizes):
+        model = build(Named, *sizes)
+        for layer in model.layers:
+            layer.mixer = Outer(layer.mixer)
+        return model
+
+    other = partial(make, 96, 4, 80)
+    plan = derive(partial(make, 64, 8, 96), other_fn=other, degrees=[2], conditions="plain")
+    assert plan.is_proved, plan.notes
+    assert 'return {"count": attn.attention.count}' in plan.text
+
+
+class Sinks(Mixer):
+    """Attention whose code asks whether it has scales of its heads' outputs."""
+
+    def __init__(self, width, heads, has_scales):
+        super().__init__(width, heads)
+        self.scales = nn.Parameter(torch.ones(width)) if has_scales else None
+
+    def forward(self, hidden):
+        q, k, v = (
+            x.unflatten(-1, (self.count, -1)).transpose(1, 2) for x in self.inner(hidden).chunk(3, dim=-1)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = mixed.transpose(1, 2).flatten(2)
+        return self.outer(mixed if self.scales is None else mixed * self.scales)
+
+
+def test_mixers_of_one_class_of_which_some_lack_a_parameter_are_told_apart():
+    def make(width, heads, inner):
+        model = build(Named, width, heads, inner)
+        for index, layer in enumerate(model.layers):
+            layer.mixer = Sinks(width, heads, index == 0).double()
+        return model
+
+    other = partial(make, 96, 4, 80)
+    plan = derive(partial(make, 64, 8, 96), other_fn=other, degrees=[2], conditions="plain")
+    assert plan.is_proved, plan.notes
+    assert 'if getattr(attn, "scales", None) is not None:' in plan.text
+
+
+class BlockWithArgument(Block):
+    def forward(self, hidden, factor):
+        return super().forward(hidden) * factor
+
+
+class WithArgument(Named):
+    """Blocks multiply their output by a tensor that the model computes from all token ids."""
+
+    def __init__(self, width, heads, inner):
+        super().__init__(width, heads, inner)
+        self.layers = nn.ModuleList([BlockWithArgument(width, heads, inner) for _ in range(2)])
+        self.factors = nn.Embedding(48, width)
+
+    def forward(self, input_ids):
+        hidden, factor = self.embed(input_ids), self.factors(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden, factor)
+        return self.lm_head(self.norm(hidden))
+
+
+def test_an_argument_that_blocks_combine_with_their_hidden_states_is_sharded():
+    other = partial(build, WithArgument, 96, 4, 80)
+    plan = derive(partial(build, WithArgument, 64, 8, 96), other_fn=other, degrees=[2], conditions="plain")
+    assert plan.is_proved, plan.notes
+    assert 'plan[""] = self.stream_arguments("factor")' in plan.text
+
+
 class Unsplit(nn.Module):
     """A mixer that every channel of its output depends on in full."""
 
@@ -149,7 +229,9 @@ def test_a_model_without_anything_to_split_is_refused():
             layer.mixer, layer.mlp = Unsplit(64).double(), nn.Identity()
         return model
 
-    with pytest.raises(PlanError, match=r"no plan is derived for Named: mixer: .*; write one by hand"):
+    with pytest.raises(
+        PlanError, match=r"no plan is derived for Named: mixer can't be split, since .*; write one by hand"
+    ):
         derive(make)
 
 

@@ -64,11 +64,12 @@ class RegionSplit:
 
 @dataclass(frozen=True)
 class BlockSplit:
-    """A block, its regions by name relative to it, and the names of what is on the residual stream."""
+    """A block, its regions by name relative to it, and the names of modules, parameters and arguments on the stream."""
 
     block: Block
     regions: Mapping[str, RegionSplit]
     on_stream: Sequence[str]
+    stream_arguments: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def analyse(model: nn.Module) -> ModelSplit:
                 if key not in kinds:
                     kinds[key] = split_region(region)
                 regions[name] = kinds[key]
-            blocks.append(BlockSplit(block, regions, parts.on_stream))
+            blocks.append(BlockSplit(block, regions, parts.on_stream, parts.stream_arguments))
     return ModelSplit(model, decoder, calls, blocks)
 
 
@@ -187,17 +188,23 @@ def _closes(split: SlicedRegion) -> bool:
 
 
 def integers(module: nn.Module) -> dict[str, int]:
-    """Return the integer attributes above 1 of a module and of its config, by dotted name."""
-    found = {name: value for name, value in vars(module).items() if type(value) is int and value > 1}
+    """Return the integer attributes above 1 of a module and of its config, by dotted name.
+
+    If none of them counts heads, those of modules in it that have children, too: a mixer may only call another one.
+    """
+    found = _integers(module)
     config = getattr(module, "config", None)
     if config is not None:
-        of_config = {
-            f"config.{name}": value
-            for name, value in vars(config).items()
-            if type(value) is int and value > 1
-        }
-        found |= of_config
+        found |= {f"config.{name}": value for name, value in _integers(config).items()}
+    if not any(map(_is_count_of_heads, found)):
+        for name, inner in module.named_modules():
+            if name and any(True for _ in inner.children()):
+                found |= {f"{name}.{key}": value for key, value in _integers(inner).items()}
     return found
+
+
+def _integers(holder: Any) -> dict[str, int]:
+    return {name: value for name, value in vars(holder).items() if type(value) is int and value > 1}
 
 
 def _is_count_of_heads(name: str) -> bool:

@@ -1,7 +1,7 @@
 """Write the plan of an analysed model as the source of a class: `write_plan`."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -35,6 +35,7 @@ class Choices:
         may_gather: names of mixers whose code may gather the hidden states of all tokens under context parallelism.
         embeds_all_tokens: whether context-parallel ranks embed all tokens, for code that adds positions to the embeddings.
         by_expert: whether experts are distributed over ranks under expert parallelism.
+        shards_arguments: whether arguments that blocks combine with their hidden states have all tokens, and are sharded.
     """
 
     sum_at_exit: frozenset[str] = frozenset()
@@ -45,6 +46,7 @@ class Choices:
     may_gather: frozenset[str] = frozenset()
     embeds_all_tokens: bool = False
     by_expert: bool = True
+    shards_arguments: bool = False
 
 
 @dataclass(frozen=True)
@@ -422,7 +424,7 @@ def write_plan(split: ModelSplit, name: str, choices: Choices, other: ModelSplit
     source.attributes.extend(_head_names(split.kinds))
     _add(source, "model_plan", "model", _model_plan(split, choices))
     by_method = _by_method(split)
-    _add(source, "layer_plan", "layer", _layer_plan(split, by_method))
+    _add(source, "layer_plan", "layer", _layer_plan(split, by_method, choices))
     for method, kinds in by_method.items():
         variable = "attn" if kinds[0].mixes_tokens else "mlp"
         if method == "mlp_plan" and len(kinds) == 1 and id(kinds[0]) in writers:
@@ -435,6 +437,9 @@ def write_plan(split: ModelSplit, name: str, choices: Choices, other: ModelSplit
         if attributes and any(expressions.values()):
             _add(source, attributes, variable, _returned_by_kind(kinds, expressions, variable))
         if method == "attn_plan":
+            heads = {id(kind): _heads(kind) for kind in kinds if id(kind) in writers}
+            if any(_is_in_submodule(kind.head_name) for kind in kinds):
+                _add(source, "heads", variable, _returned_by_kind(kinds, heads, variable))
             fused = {id(kind): _without_kernels(kind) for kind in kinds if id(kind) in writers}
             if any(fused.values()):
                 _add(source, "local_functions", variable, _returned_by_kind(kinds, fused, variable))
@@ -461,6 +466,17 @@ def _head_names(kinds: Sequence[RegionSplit]) -> Iterator[str]:
         if not set(last) <= set(default):
             written = ", ".join(f'"{name}"' for name in last)
             yield f"{attribute} = ({written}{',' if len(last) == 1 else ''})"
+
+
+def _is_in_submodule(name: str | None) -> bool:
+    """Return whether an attribute is one of a module in the mixer, where `TPPlan.heads` does not look."""
+    return name is not None and "." in name and not name.startswith("config.")
+
+
+def _heads(kind: RegionSplit) -> str:
+    names = [name for name in (kind.head_name, kind.shared_head_name) if name is not None]
+    items = [f'"{name.rpartition(".")[2]}": attn.{name}' for name in names]
+    return f"{{{', '.join(items)}}}"
 
 
 def _by_method(split: ModelSplit) -> dict[str, list[RegionSplit]]:
@@ -507,8 +523,10 @@ def _model_plan(split: ModelSplit, choices: Choices) -> list[str]:
     return ["return super().model_plan(model) | {", *entries, "}"]
 
 
-def _layer_plan(split: ModelSplit, by_method: Mapping[str, Sequence[RegionSplit]]) -> list[str]:
-    """Return the body of `layer_plan` for norms without a usual name, and regions that are neither mixer nor MLP."""
+def _layer_plan(
+    split: ModelSplit, by_method: Mapping[str, Sequence[RegionSplit]], choices: Choices
+) -> list[str]:
+    """Return the body of `layer_plan`: norms without a usual name, other regions than mixer and MLP, arguments of blocks."""
     names: dict[str, None] = {}
     others: dict[str, str] = {}
     for block in split.blocks:
@@ -519,23 +537,27 @@ def _layer_plan(split: ModelSplit, by_method: Mapping[str, Sequence[RegionSplit]
             for name in block.regions
             if (method := _method(block, name)) not in ("attn_plan", "mlp_plan")
         }
-    if not names and not others:
+    arguments = stream_arguments(split) if choices.shards_arguments else []
+    if not names and not others and not arguments:
         return []
-    is_in_all = {
-        name: all(_has(block.block.module, name) for block in split.blocks) for name in (*names, *others)
+    lines = {name: f'plan["{name}"] = self.replicated_on_stream()' for name in names}
+    lines |= {
+        name: f'plan |= prefixed("{name}", self.{method}(layer.get_submodule("{name}")))'
+        for name, method in others.items()
     }
     body = ["plan = super().layer_plan(layer)"]
-    for name in names:
-        line = f'plan["{name}"] = self.replicated_on_stream()'
-        body += [line] if is_in_all[name] else [f"if {_test('layer', name)}:", f"    {line}"]
-    for name, method in others.items():
-        line = f'plan |= prefixed("{name}", self.{method}(layer.get_submodule("{name}")))'
-        body += [line] if is_in_all[name] else [f"if {_test('layer', name)}:", f"    {line}"]
+    for name, line in lines.items():
+        without = [block.block.module for block in split.blocks if name not in _names(block.block.module)]
+        body += [f"if {_test('layer', name, without)}:", f"    {line}"] if without else [line]
+    if arguments:
+        quoted = ", ".join(f'"{name}"' for name in arguments)
+        body.append(f'plan[""] = self.stream_arguments({quoted})')
     return [*body, "return plan"]
 
 
-def _has(module: nn.Module, name: str) -> bool:
-    return any(name == other for other, _ in (*module.named_modules(), *module.named_parameters()))
+def stream_arguments(split: ModelSplit) -> list[str]:
+    """Return the arguments that blocks combine with their hidden states."""
+    return list(dict.fromkeys(name for block in split.blocks for name in block.stream_arguments))
 
 
 def _region_plan(
@@ -598,21 +620,26 @@ def _branches(kinds: Sequence[RegionSplit], bodies: Mapping[int, Sequence[str]],
 
 
 def _mark(kind: RegionSplit, others: Sequence[RegionSplit], variable: str) -> str:
-    names = {name for name, _ in (*kind.module.named_modules(), *kind.module.named_parameters()) if name}
-    foreign = {
-        name
-        for other in others
-        for name, _ in (*other.module.named_modules(), *other.module.named_parameters())
-    }
-    if own := sorted(names - foreign, key=lambda name: (name.count("."), len(name), name)):
-        return _test(variable, own[0])
+    modules = [other.module for other in others]
+    foreign = {name for module in modules for name in _names(module)}
+    if own := sorted(_names(kind.module) - foreign, key=lambda name: (name.count("."), len(name), name)):
+        return _test(variable, own[0], modules)
     return f'type({variable}).__name__ == "{type(kind.module).__name__}"'
 
 
-def _test(variable: str, name: str) -> str:
-    """Return the expression whether a module has a submodule or parameter of this name."""
+def _names(module: nn.Module) -> set[str]:
+    """Return the names of the submodules and parameters of a module."""
+    return {name for name, _ in (*module.named_modules(), *module.named_parameters()) if name}
+
+
+def _test(variable: str, name: str, others: Iterable[nn.Module]) -> str:
+    """Return the expression whether a module has a submodule or parameter of this name, which none of `others` has."""
     owner, _, last = name.rpartition(".")
-    return f'hasattr({variable}{f".{owner}" if owner else ""}, "{last}")'
+    holder = join(variable, owner)
+    # Code may set an attribute to None where a module lacks a part that others have.
+    if any(owner in ("", *_names(other)) and hasattr(other.get_submodule(owner), last) for other in others):
+        return f'getattr({holder}, "{last}", None) is not None'
+    return f'hasattr({holder}, "{last}")'
 
 
 def has_split_arguments(kind: RegionSplit) -> bool:
