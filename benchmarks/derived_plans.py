@@ -22,7 +22,8 @@ MOST_SECONDS = 300
 HEAD = """| type | registered | derived | lines | not split | proofs | seconds |
 |---|---|---|---|---|---|---|"""
 REMEDIES = re.compile(
-    r"; (name a function that returns|write one by hand|give it this attribute|set its dropout).*|\(\S*/\S*\)"
+    r"; (name a function that returns|name a config|write one by hand|give it this|set its dropout).*|: give both keys.*"
+    r"|: add '.*| \(\S*/[^)]*\)|no (plan is derived for|small) \w+( runs)?: |derive \w+: "
 )
 WRONG = re.compile(r"((?:first wrong at|does not run, in) .*)")
 

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from transformers import CONFIG_MAPPING
 
 from tests import zoo
 from titanplans import PlanError, TPOptions, registered_plans
@@ -132,27 +133,42 @@ def test_a_model_of_ones_own_is_derived_with_sizes_that_hold_in_two_models():
 
 
 class Outer(nn.Module):
-    """A mixer that only calls another module, which counts the heads."""
+    """A mixer that norms its input and calls another module, which counts the heads."""
 
-    def __init__(self, mixer):
+    def __init__(self, width, mixer):
         super().__init__()
-        self.attention = mixer
+        self.inner_norm, self.attention = nn.LayerNorm(width), mixer
 
     def forward(self, hidden):
-        return self.attention(hidden)
+        return self.attention(self.inner_norm(hidden))
 
 
 def test_heads_that_a_module_inside_the_mixer_counts_are_found():
     def make(*sizes):
         model = build(Named, *sizes)
         for layer in model.layers:
-            layer.mixer = Outer(layer.mixer)
+            layer.mixer = Outer(sizes[0], layer.mixer).double()
         return model
 
     other = partial(make, 96, 4, 80)
     plan = derive(partial(make, 64, 8, 96), other_fn=other, degrees=[2], conditions="plain")
     assert plan.is_proved, plan.notes
     assert 'return {"count": attn.attention.count}' in plan.text
+
+
+def test_a_head_without_a_usual_name_is_the_module_that_makes_the_logits():
+    other = partial(build, Model, 96, 4, 80)
+    plan = derive(partial(build, Model, 64, 8, 96), other_fn=other, degrees=[2], conditions="plain")
+    assert plan.is_proved, plan.notes
+    assert '"head": self.vocab_head()' in plan.text
+
+
+def test_small_configs_are_small_in_the_configs_inside_them_and_in_lists_by_layer():
+    first, second = small_configs(CONFIG_MAPPING["qwen3_5"]())
+    assert (first.text_config.hidden_size, second.text_config.hidden_size) == (64, 96)
+    first, _ = small_configs(CONFIG_MAPPING["gemma3n_text"]())
+    assert first.intermediate_size == [96, 96]
+    assert small_configs(CONFIG_MAPPING["gemma4_unified_text"]())[0].num_hidden_layers == 2
 
 
 class Sinks(Mixer):

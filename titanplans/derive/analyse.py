@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -133,12 +134,12 @@ def _check_runs(model: nn.Module, ids: torch.Tensor) -> None:
 
 
 def _hidden_size(model: nn.Module, decoder: Decoder, calls: Mapping[str, ModuleCall]) -> int:
-    call = calls[decoder.blocks[0].name]
-    tensors = float_tensors((call.args, call.kwargs))
+    call = calls.get(decoder.blocks[0].name)
+    tensors = [] if call is None else float_tensors((call.args, call.kwargs))
     hidden = next((x for x in tensors if x.ndim >= 3), None)
     if hidden is None:
         raise PlanError(
-            f"derive {type(model).__name__}: {decoder.blocks[0].name} takes no hidden states of shape [batch, sequence, "
+            f"derive {type(model).__name__}: {decoder.blocks[0].name} gets no hidden states of shape [batch, sequence, "
             "hidden]; write a plan by hand (docs/plans.md)"
         )
     return hidden.shape[-1]
@@ -284,7 +285,8 @@ def _kernels(cls: type) -> dict[str, Any]:
 
 
 def _may_be_a_kernel(function: Any) -> bool:
-    return hasattr(function, "__wrapped__") and inspect.getmodule(function.__code__) is hub_kernels
+    is_wrapper = isinstance(function, FunctionType) and hasattr(function, "__wrapped__")
+    return is_wrapper and inspect.getmodule(function.__code__) is hub_kernels
 
 
 def relative(block: Block, name: str) -> str:

@@ -364,6 +364,8 @@ def reached_from(findings: Findings, output: str, first: int, end: int) -> dict[
     others = [name for name in (*findings.outputs, *findings.summands) if name != output]
     weight, value = parameters[output], parameters[output].detach().clone()
     names = [name for name in findings.leaves if name != output]
+    if not names:
+        return {}
     with _zeroed(region, others):
         with torch.no_grad():
             weight.zero_()

@@ -119,7 +119,8 @@ class RecordedRegion:
             if name != self.hidden:
                 return x
             x = x.clone()
-            x.view(-1, x.shape[-1])[0] += 1.0
+            # Not a constant, which a norm that subtracts the mean would remove.
+            x.view(-1, x.shape[-1])[0] += torch.linspace(-1.0, 1.0, x.shape[-1], dtype=x.dtype)
             return x
 
         difference = (self.run(change=change).detach() - base).flatten(0, -2).abs().amax(-1)
@@ -177,6 +178,8 @@ def _stream_arguments(block: Block, call: ModuleCall, parts: BlockParts) -> list
     if not leaves:
         return []
     output = float_tensors(module(**(arguments | leaves)))[0]
+    if not output.requires_grad:
+        return []
     gradients = torch.autograd.grad(output.sum(), list(leaves.values()), allow_unused=True)
     return [name for name, gradient in zip(leaves, gradients, strict=True) if gradient is not None]
 

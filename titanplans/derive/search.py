@@ -155,8 +155,9 @@ def _reactions(split: ModelSplit, choices: Choices, reason: str) -> list[Choices
         found.append(replace(choices, interleaved=choices.interleaved | names))
     if "all_tokens=True" in reason:
         found.append(replace(choices, embeds_all_tokens=True))
-    if "may_gather=True" in reason:
-        names = frozenset(kind.region.name for kind in split.kinds if kind.mixes_tokens)
+    if gathering := re.search(r"([\w.]+) the style \S+\(may_gather=True\)", reason):
+        mixers = [kind.region.name for kind in split.kinds if kind.mixes_tokens]
+        names = frozenset(name for name in mixers if gathering[1].endswith(f".{name}"))
         found.append(replace(choices, may_gather=choices.may_gather | names))
     if "leave the sum to the region's exit" in reason:
         names = frozenset(name for name in closing if relative.startswith(f"{name}."))

@@ -113,10 +113,7 @@ def _that_runs(config: PretrainedConfig, *, second: bool) -> tuple[PretrainedCon
             small = type(config).from_dict(config.to_dict() | fields)
             count = sum(parameter.numel() for parameter in modeling.build(small).parameters())
             if count > _MOST_PARAMETERS:
-                reason = (
-                    reason
-                    or f"it has {count:,} parameters, since other fields or configs inside it keep their sizes"
-                )
+                reason = reason or f"it has {count:,} parameters, since other fields keep their sizes"
                 continue
             model = modeling.build_real(small, dtype=torch.float32)
             with torch.no_grad():
@@ -150,7 +147,7 @@ def _in_one_line(error: Exception) -> str:
 
 def _variants(config: PretrainedConfig, *, second: bool) -> Iterator[dict[str, Any]]:
     """Yield fields to try: those of the table; then with wider heads, without fewer key/value heads, without a head size."""
-    fields = _fields(config, second=second)
+    fields = _fields(config.to_dict(), second=second)
     yield fields
     if "head_dim" in fields:  # of a mixer that is twice as wide as the residual stream
         yield fields | {"head_dim": 2 * fields["head_dim"]}
@@ -162,9 +159,13 @@ def _variants(config: PretrainedConfig, *, second: bool) -> Iterator[dict[str, A
     yield without | equal | {"head_dim": None}
 
 
-def _fields(config: PretrainedConfig, *, second: bool) -> dict[str, Any]:
-    known = config.to_dict()
-    fields: dict[str, Any] = {}
+def _fields(known: dict[str, Any], *, second: bool) -> dict[str, Any]:
+    """Return the fields to change in a config with these fields, and in the configs inside it."""
+    fields: dict[str, Any] = {
+        name: value | _fields(value, second=second)
+        for name, value in known.items()
+        if isinstance(value, dict) and "model_type" in value
+    }
     for size in _SIZES:
         for name in size.names:
             value, old = (size.second if second else size.first), known.get(name)
@@ -186,4 +187,6 @@ def _fields(config: PretrainedConfig, *, second: bool) -> dict[str, Any]:
             fields[name] = (list(dict.fromkeys(entries)) * count)[:count]
         elif isinstance(entries, list) and len(entries) == layers:
             fields[name] = fields.get(name, entries)[:count]
+        elif isinstance(entries, dict) and entries and all(str(key).isdecimal() for key in entries):
+            fields[name] = {key: value for key, value in entries.items() if int(key) < count}
     return fields | {name: count for name in _LAYERS if name in known}
