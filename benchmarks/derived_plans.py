@@ -10,6 +10,7 @@ registered for a type is not read.
 import multiprocessing
 import re
 import sys
+import textwrap
 import time
 from functools import partial
 
@@ -23,7 +24,7 @@ HEAD = """| type | registered | derived | lines | not split | proofs | seconds |
 |---|---|---|---|---|---|---|"""
 REMEDIES = re.compile(
     r"; (name a function that returns|name a config|write one by hand|give it this|set its dropout).*|: give both keys.*"
-    r"|: add '.*| \(\S*/[^)]*\)|no (plan is derived for|small) \w+( runs)?: |derive \w+: "
+    r"|: add '.*| \(\S*/[^)]*\)|no plan is derived for \w+: |derive \w+: "
 )
 WRONG = re.compile(r"((?:first wrong at|does not run, in) .*)")
 
@@ -84,7 +85,7 @@ def short(reason: str) -> str:
     """Return a reason in one line, without its remedy; of the report of a proof, only the first wrong module."""
     if wrong := WRONG.search(reason):
         reason = f"not proved: {wrong[1]}"
-    return " ".join(REMEDIES.sub("", reason).replace("|", "/").split())
+    return textwrap.shorten(REMEDIES.sub("", reason).replace("|", "/"), 240, placeholder=" …")
 
 
 if __name__ == "__main__":

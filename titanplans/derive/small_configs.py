@@ -137,12 +137,11 @@ def _that_runs(config: PretrainedConfig, *, second: bool) -> tuple[PretrainedCon
 
 
 def _in_one_line(error: Exception) -> str:
-    if isinstance(error, UserError):
-        return str(error)
-    # The first line names the method that validates the config, the second one what is wrong.
-    lines = str(error).splitlines()[1 if isinstance(error, StrictDataclassError) else 0 :]
-    message = textwrap.shorten(" ".join(lines), 200, placeholder=" ...")
-    return message if isinstance(error, StrictDataclassError) else f"{type(error).__name__}: {message}"
+    # The first line of a StrictDataclassError names the method that validates the config, the second one what is wrong.
+    is_strict = isinstance(error, StrictDataclassError)
+    message = " ".join(str(error).splitlines()[1 if is_strict else 0 :])
+    message = textwrap.shorten(message, 200, placeholder=" ...")
+    return message if is_strict or isinstance(error, UserError) else f"{type(error).__name__}: {message}"
 
 
 def _variants(config: PretrainedConfig, *, second: bool) -> Iterator[dict[str, Any]]:
