@@ -16,15 +16,11 @@ OTHERWISE = {
     "codegen": "the rows of qkv_proj are not marked as interleaved",
     "hy_v4": "a key for each parameter of attn_hc and ffn_hc",
     "kimi_linear": "one key for the parameters of forget_gate",
+    "mimo_v2_flash": "the key/value heads of blocks with a window are not counted",
     "mpt": "a mixer that gets biases by head as an argument is not split",
 }
 """Types for which a plan is derived and proved that differs from the registered one, and how."""
-NOT_DERIVED = {
-    "bloom": "its mixers get biases by head as an argument, and add the residual",
-    "gemma4_text": "its blocks get another argument of all tokens",
-    "gpt_neo": "the number of heads is in a module inside the mixer",
-    "mimo_v2_flash": "attention of one class has different parameters in different blocks",
-}
+NOT_DERIVED = {"bloom": "its mixers get biases by head as an argument, and add the residual"}
 """Types for which no plan is derived that is proved, and why."""
 
 

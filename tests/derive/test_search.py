@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from transformers import CONFIG_MAPPING
 
 from tests import zoo
 from titanplans import PlanError, TPOptions, registered_plans
@@ -131,6 +132,101 @@ def test_a_model_of_ones_own_is_derived_with_sizes_that_hold_in_two_models():
     assert 'mlp_in = ("up",)' in plan.text
 
 
+class Outer(nn.Module):
+    """A mixer that norms its input and calls another module, which counts the heads."""
+
+    def __init__(self, width, mixer):
+        super().__init__()
+        self.inner_norm, self.attention = nn.LayerNorm(width), mixer
+
+    def forward(self, hidden):
+        return self.attention(self.inner_norm(hidden))
+
+
+def test_heads_that_a_module_inside_the_mixer_counts_are_found():
+    def make(*sizes):
+        model = build(Named, *sizes)
+        for layer in model.layers:
+            layer.mixer = Outer(sizes[0], layer.mixer).double()
+        return model
+
+    other = partial(make, 96, 4, 80)
+    plan = derive(partial(make, 64, 8, 96), other_fn=other, degrees=[2], conditions="plain")
+    assert plan.is_proved, plan.notes
+    assert 'return {"count": attn.attention.count}' in plan.text
+
+
+def test_a_head_without_a_usual_name_is_the_module_that_makes_the_logits():
+    other = partial(build, Model, 96, 4, 80)
+    plan = derive(partial(build, Model, 64, 8, 96), other_fn=other, degrees=[2], conditions="plain")
+    assert plan.is_proved, plan.notes
+    assert '"head": self.vocab_head()' in plan.text
+
+
+def test_small_configs_are_small_in_the_configs_inside_them_and_in_lists_by_layer():
+    first, second = small_configs(CONFIG_MAPPING["qwen3_5"]())
+    assert (first.text_config.hidden_size, second.text_config.hidden_size) == (64, 96)
+    first, _ = small_configs(CONFIG_MAPPING["gemma3n_text"]())
+    assert first.intermediate_size == [96, 96]
+    assert small_configs(CONFIG_MAPPING["gemma4_unified_text"]())[0].num_hidden_layers == 2
+
+
+class Sinks(Mixer):
+    """Attention whose code asks whether it has scales of its heads' outputs."""
+
+    def __init__(self, width, heads, has_scales):
+        super().__init__(width, heads)
+        self.scales = nn.Parameter(torch.ones(width)) if has_scales else None
+
+    def forward(self, hidden):
+        q, k, v = (
+            x.unflatten(-1, (self.count, -1)).transpose(1, 2) for x in self.inner(hidden).chunk(3, dim=-1)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = mixed.transpose(1, 2).flatten(2)
+        return self.outer(mixed if self.scales is None else mixed * self.scales)
+
+
+def test_mixers_of_one_class_of_which_some_lack_a_parameter_are_told_apart():
+    def make(width, heads, inner):
+        model = build(Named, width, heads, inner)
+        for index, layer in enumerate(model.layers):
+            layer.mixer = Sinks(width, heads, index == 0).double()
+        return model
+
+    other = partial(make, 96, 4, 80)
+    plan = derive(partial(make, 64, 8, 96), other_fn=other, degrees=[2], conditions="plain")
+    assert plan.is_proved, plan.notes
+    assert 'if getattr(attn, "scales", None) is not None:' in plan.text
+
+
+class BlockWithArgument(Block):
+    def forward(self, hidden, factor):
+        return super().forward(hidden) * factor
+
+
+class WithArgument(Named):
+    """Blocks multiply their output by a tensor that the model computes from all token ids."""
+
+    def __init__(self, width, heads, inner):
+        super().__init__(width, heads, inner)
+        self.layers = nn.ModuleList([BlockWithArgument(width, heads, inner) for _ in range(2)])
+        self.factors = nn.Embedding(48, width)
+
+    def forward(self, input_ids):
+        hidden, factor = self.embed(input_ids), self.factors(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden, factor)
+        return self.lm_head(self.norm(hidden))
+
+
+def test_an_argument_that_blocks_combine_with_their_hidden_states_is_sharded():
+    other = partial(build, WithArgument, 96, 4, 80)
+    plan = derive(partial(build, WithArgument, 64, 8, 96), other_fn=other, degrees=[2], conditions="plain")
+    assert plan.is_proved, plan.notes
+    assert 'plan[""] = self.stream_arguments("factor")' in plan.text
+
+
 class Unsplit(nn.Module):
     """A mixer that every channel of its output depends on in full."""
 
@@ -149,7 +245,9 @@ def test_a_model_without_anything_to_split_is_refused():
             layer.mixer, layer.mlp = Unsplit(64).double(), nn.Identity()
         return model
 
-    with pytest.raises(PlanError, match=r"no plan is derived for Named: mixer: .*; write one by hand"):
+    with pytest.raises(
+        PlanError, match=r"no plan is derived for Named: mixer can't be split, since .*; write one by hand"
+    ):
         derive(make)
 
 

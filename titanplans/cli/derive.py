@@ -22,7 +22,7 @@ from titanplans.cli.verify.arguments import degree_list
 from titanplans.cli.verify.prepare import call_user_function
 from titanplans.cli.verify.subject import Subject, find_model
 from titanplans.config import load_job
-from titanplans.derive import Derived, derive, small_configs
+from titanplans.derive import Derived, default_config, derive, small_configs
 from titanplans.disk import is_taken
 from titanplans.errors import ConfigError, VerifyError, did_you_mean
 from titanplans.plan.degrees import Degrees
@@ -123,7 +123,7 @@ def _subject(words: str) -> Subject:
     if not is_name or words in modeling.available():
         return find_model(words, None, "derive")
     if words in CONFIG_MAPPING:
-        return Subject(words, CONFIG_MAPPING[words]())
+        return Subject(words, default_config(words))
     known = [*modeling.available(), *CONFIG_MAPPING]
     remedy = did_you_mean(words, known, "name a config.json or module:function")
     raise ConfigError(f"derive {words}: no such model type; {remedy}")

@@ -5,6 +5,6 @@ model; `write` writes the class; `search` proves it.
 """
 
 from titanplans.derive.search import Derived, derive
-from titanplans.derive.small_configs import small_configs
+from titanplans.derive.small_configs import default_config, small_configs
 
-__all__ = ["Derived", "derive", "small_configs"]
+__all__ = ["Derived", "default_config", "derive", "small_configs"]

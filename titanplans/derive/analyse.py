@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -64,11 +65,12 @@ class RegionSplit:
 
 @dataclass(frozen=True)
 class BlockSplit:
-    """A block, its regions by name relative to it, and the names of what is on the residual stream."""
+    """A block, its regions by name relative to it, and the names of modules, parameters and arguments on the stream."""
 
     block: Block
     regions: Mapping[str, RegionSplit]
     on_stream: Sequence[str]
+    stream_arguments: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ def analyse(model: nn.Module) -> ModelSplit:
                 if key not in kinds:
                     kinds[key] = split_region(region)
                 regions[name] = kinds[key]
-            blocks.append(BlockSplit(block, regions, parts.on_stream))
+            blocks.append(BlockSplit(block, regions, parts.on_stream, parts.stream_arguments))
     return ModelSplit(model, decoder, calls, blocks)
 
 
@@ -132,12 +134,12 @@ def _check_runs(model: nn.Module, ids: torch.Tensor) -> None:
 
 
 def _hidden_size(model: nn.Module, decoder: Decoder, calls: Mapping[str, ModuleCall]) -> int:
-    call = calls[decoder.blocks[0].name]
-    tensors = float_tensors((call.args, call.kwargs))
+    call = calls.get(decoder.blocks[0].name)
+    tensors = [] if call is None else float_tensors((call.args, call.kwargs))
     hidden = next((x for x in tensors if x.ndim >= 3), None)
     if hidden is None:
         raise PlanError(
-            f"derive {type(model).__name__}: {decoder.blocks[0].name} takes no hidden states of shape [batch, sequence, "
+            f"derive {type(model).__name__}: {decoder.blocks[0].name} gets no hidden states of shape [batch, sequence, "
             "hidden]; write a plan by hand (docs/plans.md)"
         )
     return hidden.shape[-1]
@@ -187,17 +189,23 @@ def _closes(split: SlicedRegion) -> bool:
 
 
 def integers(module: nn.Module) -> dict[str, int]:
-    """Return the integer attributes above 1 of a module and of its config, by dotted name."""
-    found = {name: value for name, value in vars(module).items() if type(value) is int and value > 1}
+    """Return the integer attributes above 1 of a module and of its config, by dotted name.
+
+    If none of them counts heads, those of modules in it that have children, too: a mixer may only call another one.
+    """
+    found = _integers(module)
     config = getattr(module, "config", None)
     if config is not None:
-        of_config = {
-            f"config.{name}": value
-            for name, value in vars(config).items()
-            if type(value) is int and value > 1
-        }
-        found |= of_config
+        found |= {f"config.{name}": value for name, value in _integers(config).items()}
+    if not any(map(_is_count_of_heads, found)):
+        for name, inner in module.named_modules():
+            if name and any(True for _ in inner.children()):
+                found |= {f"{name}.{key}": value for key, value in _integers(inner).items()}
     return found
+
+
+def _integers(holder: Any) -> dict[str, int]:
+    return {name: value for name, value in vars(holder).items() if type(value) is int and value > 1}
 
 
 def _is_count_of_heads(name: str) -> bool:
@@ -277,7 +285,8 @@ def _kernels(cls: type) -> dict[str, Any]:
 
 
 def _may_be_a_kernel(function: Any) -> bool:
-    return hasattr(function, "__wrapped__") and inspect.getmodule(function.__code__) is hub_kernels
+    is_wrapper = isinstance(function, FunctionType) and hasattr(function, "__wrapped__")
+    return is_wrapper and inspect.getmodule(function.__code__) is hub_kernels
 
 
 def relative(block: Block, name: str) -> str:

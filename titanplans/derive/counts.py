@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from titanplans.derive.probe import BUFFER, Findings, NotDerived, RegionLayout, float_argument_names
-from titanplans.derive.region import RecordedRegion
+from titanplans.derive.region import RecordedRegion, return_constant
 from titanplans.derive.sections import Section, local_rows
 from titanplans.plan.plan import QUERIES_PER_GROUP
 from titanplans.split.decoder import join
@@ -76,9 +76,9 @@ class SlicedRegion:
             output = found.calls[name].output
             owned = (layout for key, layout in self.layout.sharded.items() if key.rpartition(".")[0] == name)
             _, sections = next(owned, (0, [Section(output.shape[-1], self.units)]))
-            _return_constant(module.get_submodule(name), local(output, output.ndim - 1, sections))
+            return_constant(module.get_submodule(name), local(output, output.ndim - 1, sections))
         for name in found.inner_sums:
-            _return_constant(module.get_submodule(name), found.calls[name].output)
+            return_constant(module.get_submodule(name), found.calls[name].output)
         set_attributes(module, counts)
         names = iter(float_argument_names(region))
 
@@ -98,10 +98,6 @@ def _set_tensor(module: nn.Module, name: str, value: torch.Tensor) -> None:
         module.get_submodule(owner).register_buffer(last, value)
     else:
         setattr(module.get_submodule(owner), last, nn.Parameter(value.contiguous()))
-
-
-def _return_constant(module: nn.Module, value: torch.Tensor) -> None:
-    module.forward = lambda *args, **kwargs: value  # type: ignore[method-assign]
 
 
 def read_integers(region: RecordedRegion) -> dict[str, int]:

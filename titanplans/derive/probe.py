@@ -143,7 +143,9 @@ def _probe(region: RecordedRegion, inner_sums: tuple[str, ...]) -> Findings:
     candidates = _diagonal(region)
     outputs, summands = _outputs_and_summands(region, candidates)
     if not outputs:
-        raise NotDerived("no weight has rows that each make one feature of its output")
+        raise NotDerived(
+            "no row of a weight alone makes one feature of the output, for example because a norm follows the projection"
+        )
     findings = Findings(region, outputs, summands, inner_sums, _norms(module, calls), calls, leaves)
     with _zeroed(region, [*outputs, *summands]):
         findings.without_outputs = region.run().detach()
@@ -362,6 +364,8 @@ def reached_from(findings: Findings, output: str, first: int, end: int) -> dict[
     others = [name for name in (*findings.outputs, *findings.summands) if name != output]
     weight, value = parameters[output], parameters[output].detach().clone()
     names = [name for name in findings.leaves if name != output]
+    if not names:
+        return {}
     with _zeroed(region, others):
         with torch.no_grad():
             weight.zero_()

@@ -119,7 +119,8 @@ class RecordedRegion:
             if name != self.hidden:
                 return x
             x = x.clone()
-            x.view(-1, x.shape[-1])[0] += 1.0
+            # Not a constant, which a norm that subtracts the mean would remove.
+            x.view(-1, x.shape[-1])[0] += torch.linspace(-1.0, 1.0, x.shape[-1], dtype=x.dtype)
             return x
 
         difference = (self.run(change=change).detach() - base).flatten(0, -2).abs().amax(-1)
@@ -134,10 +135,13 @@ class BlockParts:
     Attributes:
         regions: the block's regions by their names relative to the block.
         on_stream: the modules and parameters that are in no region, by their names relative to the block.
+        stream_arguments: the names of arguments [batch, sequence, ...] that the block's code combines with its hidden
+            states outside of regions.
     """
 
     regions: dict[str, RecordedRegion]
     on_stream: list[str]
+    stream_arguments: list[str] = field(default_factory=list)
 
 
 def find_regions(block: Block, calls: dict[str, ModuleCall], shape: tuple[int, int]) -> BlockParts:
@@ -152,7 +156,37 @@ def find_regions(block: Block, calls: dict[str, ModuleCall], shape: tuple[int, i
         {}, [name for name, p in block.module.named_parameters(recurse=False) if p is not None]
     )
     _visit("", block.module, block.name, calls, shape, parts)
+    parts.stream_arguments = _stream_arguments(block, calls[block.name], parts)
     return parts
+
+
+def _stream_arguments(block: Block, call: ModuleCall, parts: BlockParts) -> list[str]:
+    """Return the arguments that the block's output depends on although the outputs of its regions are held constant."""
+    module = copy.deepcopy(block.module)
+    for name, region in parts.regions.items():
+        return_constant(module.get_submodule(name), region.call.output)
+    names = tuple(inspect.signature(module.forward).parameters)
+    arguments = dict(zip(names, call.args, strict=False)) | call.kwargs
+    tensors = {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor) and x.ndim > 2}
+    _, *others = tensors  # the first are the hidden states
+    shapes = [x.shape[:2] for x in tensors.values()]
+    leaves = {
+        name: tensors[name].clone().requires_grad_()
+        for name in others
+        if tensors[name].is_floating_point() and tensors[name].shape[:2] == shapes[0]
+    }
+    if not leaves:
+        return []
+    output = float_tensors(module(**(arguments | leaves)))[0]
+    if not output.requires_grad:
+        return []
+    gradients = torch.autograd.grad(output.sum(), list(leaves.values()), allow_unused=True)
+    return [name for name, gradient in zip(leaves, gradients, strict=True) if gradient is not None]
+
+
+def return_constant(module: nn.Module, value: Any) -> None:
+    """Let calls of `module` return `value`."""
+    module.forward = lambda *args, **kwargs: value  # type: ignore[method-assign]
 
 
 def _visit(

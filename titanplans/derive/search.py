@@ -12,7 +12,7 @@ from torch import nn
 
 from titanplans.derive.analyse import ModelSplit, analyse, kernels_of
 from titanplans.derive.base import shorten
-from titanplans.derive.write import Choices, Source, has_split_arguments, write_plan
+from titanplans.derive.write import Choices, Source, has_split_arguments, stream_arguments, write_plan
 from titanplans.errors import PlanError, UserError
 from titanplans.plan.degrees import Degrees
 from titanplans.plan.plan import TPPlan
@@ -76,13 +76,11 @@ def derive(
     other = None if other_fn is None else analyse(_in_float64(other_fn()))
     if all(kind.split is None for kind in split.kinds):
         raise PlanError(_nothing_split(split))
-    has_experts = any(interface_of(module) for module in split.model.modules())
-    first_degrees = (Degrees(tp=2), *([Degrees(tp=2, ep=2)] if has_experts else []))
     choices, tried, proofs = Choices(), set[Choices](), 0
     while True:
         tried.add(choices)
         source = write_plan(split, name, choices, other)
-        report, reason = _prove(model_fn, source, first_degrees, conditions="plain")
+        report, reason = _prove(model_fn, source, _first_degrees(split, choices), conditions="plain")
         proofs += 1
         if not reason:
             source = shorten(source, source.execute(), split.model, exclude)
@@ -96,6 +94,16 @@ def derive(
         choices = following[0]
     text = source.render(_docstring(split, choices), register=register)
     return Derived(text, source.execute(), report, tuple(_notes(split, choices, reason)), proofs)
+
+
+def _first_degrees(split: ModelSplit, choices: Choices) -> list[Degrees]:
+    regions = [
+        kind.module
+        for kind in split.kinds
+        if kind.split is not None and kind.region.name not in choices.unsplit
+    ]
+    has_experts = any(interface_of(module) for region in regions for module in region.modules())
+    return [Degrees(tp=2), *([Degrees(tp=2, ep=2)] if has_experts and choices.by_expert else [])]
 
 
 def _prove(
@@ -117,12 +125,16 @@ def _in_float64(model: nn.Module) -> nn.Module:
 
 
 def _nothing_split(split: ModelSplit) -> str:
-    reasons = (
-        "; ".join(f"{kind.region.name}: {kind.reason}" for kind in split.kinds)
-        or "its blocks have no regions"
-    )
+    names: dict[str, list[str]] = {}
+    for kind in split.kinds:
+        names.setdefault(kind.reason, []).append(kind.region.name)
+    reasons = [
+        f"{', '.join(dict.fromkeys(names[reason]))} can't be split, since {reason}" for reason in names
+    ]
     return (
-        f"no plan is derived for {type(split.model).__name__}: {reasons}; write one by hand (docs/plans.md)"
+        f"no plan is derived for {type(split.model).__name__}: "
+        f"{'; '.join(reasons) or 'no module of its blocks takes the hidden states and returns as many'}; write one by hand "
+        "(docs/plans.md)"
     )
 
 
@@ -143,12 +155,16 @@ def _reactions(split: ModelSplit, choices: Choices, reason: str) -> list[Choices
         found.append(replace(choices, interleaved=choices.interleaved | names))
     if "all_tokens=True" in reason:
         found.append(replace(choices, embeds_all_tokens=True))
-    if "may_gather=True" in reason:
-        names = frozenset(kind.region.name for kind in split.kinds if kind.mixes_tokens)
+    if gathering := re.search(r"([\w.]+) the style \S+\(may_gather=True\)", reason):
+        mixers = [kind.region.name for kind in split.kinds if kind.mixes_tokens]
+        names = frozenset(name for name in mixers if gathering[1].endswith(f".{name}"))
         found.append(replace(choices, may_gather=choices.may_gather | names))
     if "leave the sum to the region's exit" in reason:
         names = frozenset(name for name in closing if relative.startswith(f"{name}."))
         found.append(replace(choices, sum_at_exit=choices.sum_at_exit | names))
+    place = re.search(r"(?:first wrong at|does not run, in) ([\w.]+)", reason)
+    if place and place[1] in split.decoder.names and stream_arguments(split):
+        found.append(replace(choices, shards_arguments=True))
     if choices.by_expert and re.search(r"\bep\b", reason):
         found.append(replace(choices, by_expert=False))
     if "shape" in reason or "view" in reason:
@@ -157,7 +173,6 @@ def _reactions(split: ModelSplit, choices: Choices, reason: str) -> list[Choices
     by_argument = frozenset(kind.region.name for kind in split.kinds if has_split_arguments(kind))
     found.append(replace(choices, unsplit=choices.unsplit | by_argument))
     found.append(replace(choices, ends_stream=True, sum_at_exit=closing))
-    place = re.search(r"(?:first wrong at|does not run, in) ([\w.]+)", reason)
     if place:
         name = re.sub(r"^.*?\.\d+\.", "", place[1])
         wrong = frozenset(

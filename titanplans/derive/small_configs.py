@@ -3,12 +3,13 @@
 The sizes of the two differ, so that an expression that holds in both is rarely right by chance.
 """
 
+import textwrap
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import PretrainedConfig
+from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from titanplans import modeling
 from titanplans.errors import ModelError, UserError
@@ -27,6 +28,8 @@ _SIZES = (
         96,
         80,
     ),
+    _Size(("encoder_ffn_dim", "decoder_ffn_dim"), 96, 80),
+    _Size(("encoder_attention_heads", "decoder_attention_heads"), 8, 4),
     _Size(("moe_intermediate_size", "expert_ffn_size", "expert_ffn_hidden_size"), 32, 48),
     _Size(
         ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "share_expert_dim"), 48, 56
@@ -53,7 +56,7 @@ _SIZES = (
     _Size(("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"), 1, 1),
     _Size(("sliding_window", "attention_chunk_size"), 6, 6),
     _Size(("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"), 256, 256),
-    _Size(("vocab_size",), 96, 96),
+    _Size(("vocab_size", "vocab_size_per_layer_input"), 96, 96),
     _Size(("num_nextn_predict_layers", "num_kv_shared_layers"), 0, 0),
     _Size(("pad_token_id",), 0, 0),
     _Size(("bos_token_id",), 1, 1),
@@ -61,7 +64,7 @@ _SIZES = (
 )
 """Fields of configs that mean the same, and their values in the two configs."""
 
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers")
 _KINDS = ("layer_types", "mlp_layer_types", "layers_block_type")
 """Fields with one entry per block."""
 
@@ -74,6 +77,20 @@ _MOST_PARAMETERS = 100_000_000
 _HEADS = ("num_key_value_heads", "num_kv_heads")
 
 
+def default_config(model_type: str) -> PretrainedConfig:
+    """Return the config of a model type of transformers with the defaults of its class.
+
+    Raises:
+        ModelError: the defaults do not fit each other.
+    """
+    try:
+        return CONFIG_MAPPING[model_type]()
+    except (StrictDataclassError, ValueError, TypeError) as error:
+        raise ModelError(
+            f"the defaults of {CONFIG_MAPPING[model_type].__name__} are no config: {_in_one_line(error)}; name a config.json"
+        ) from error
+
+
 def small_configs(config: PretrainedConfig) -> tuple[PretrainedConfig, PretrainedConfig | None]:
     """Return two small configs like `config`; None in place of the second if no model of these sizes runs.
 
@@ -83,8 +100,8 @@ def small_configs(config: PretrainedConfig) -> tuple[PretrainedConfig, Pretraine
     first, error = _that_runs(config, second=False)
     if first is None:
         raise ModelError(
-            f"no small {type(config).__name__} runs ({error}): name a function that returns a small model, as in "
-            "derive my_models:small_model"
+            f"no small {type(config).__name__} runs: {error}; name a function that returns a small model, as in "
+            "titanplans derive my_models:small_model"
         )
     return first, _that_runs(config, second=True)[0]
 
@@ -96,7 +113,7 @@ def _that_runs(config: PretrainedConfig, *, second: bool) -> tuple[PretrainedCon
             small = type(config).from_dict(config.to_dict() | fields)
             count = sum(parameter.numel() for parameter in modeling.build(small).parameters())
             if count > _MOST_PARAMETERS:
-                reason = reason or f"it still has {count:,} parameters, as a model with towers may have"
+                reason = reason or f"it has {count:,} parameters, since other fields keep their sizes"
                 continue
             model = modeling.build_real(small, dtype=torch.float32)
             with torch.no_grad():
@@ -111,7 +128,7 @@ def _that_runs(config: PretrainedConfig, *, second: bool) -> tuple[PretrainedCon
             AttributeError,
             StrictDataclassError,
         ) as error:
-            reason = reason or f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
+            reason = reason or _in_one_line(error)
             continue
         if torch.isfinite(logits).all():
             return small, ""
@@ -119,10 +136,20 @@ def _that_runs(config: PretrainedConfig, *, second: bool) -> tuple[PretrainedCon
     return None, reason
 
 
+def _in_one_line(error: Exception) -> str:
+    # The first line of a StrictDataclassError names the method that validates the config, the second one what is wrong.
+    is_strict = isinstance(error, StrictDataclassError)
+    message = " ".join(str(error).splitlines()[1 if is_strict else 0 :])
+    message = textwrap.shorten(message, 200, placeholder=" ...")
+    return message if is_strict or isinstance(error, UserError) else f"{type(error).__name__}: {message}"
+
+
 def _variants(config: PretrainedConfig, *, second: bool) -> Iterator[dict[str, Any]]:
-    """Yield fields to try: those of the table; then without fewer key/value heads; then without a size of heads."""
-    fields = _fields(config, second=second)
+    """Yield fields to try: those of the table; then with wider heads, without fewer key/value heads, without a head size."""
+    fields = _fields(config.to_dict(), second=second)
     yield fields
+    if "head_dim" in fields:  # of a mixer that is twice as wide as the residual stream
+        yield fields | {"head_dim": 2 * fields["head_dim"]}
     heads = next((fields[name] for name in ("num_attention_heads", "num_heads") if name in fields), None)
     equal = {name: heads for name in _HEADS if name in fields and heads is not None}
     yield fields | equal
@@ -131,9 +158,13 @@ def _variants(config: PretrainedConfig, *, second: bool) -> Iterator[dict[str, A
     yield without | equal | {"head_dim": None}
 
 
-def _fields(config: PretrainedConfig, *, second: bool) -> dict[str, Any]:
-    known = config.to_dict()
-    fields: dict[str, Any] = {}
+def _fields(known: dict[str, Any], *, second: bool) -> dict[str, Any]:
+    """Return the fields to change in a config with these fields, and in the configs inside it."""
+    fields: dict[str, Any] = {
+        name: value | _fields(value, second=second)
+        for name, value in known.items()
+        if isinstance(value, dict) and "model_type" in value
+    }
     for size in _SIZES:
         for name in size.names:
             value, old = (size.second if second else size.first), known.get(name)
@@ -150,7 +181,11 @@ def _fields(config: PretrainedConfig, *, second: bool) -> dict[str, Any]:
         return fields
     kinds = {name: known[name] for name in _KINDS if isinstance(known.get(name), list) and known[name]}
     count = max([2, *(len(dict.fromkeys(entries)) for entries in kinds.values())])
-    for name, entries in kinds.items():
-        distinct = list(dict.fromkeys(entries))
-        fields[name] = (distinct * count)[:count]
+    for name, entries in known.items():
+        if name in kinds:
+            fields[name] = (list(dict.fromkeys(entries)) * count)[:count]
+        elif isinstance(entries, list) and len(entries) == layers:
+            fields[name] = fields.get(name, entries)[:count]
+        elif isinstance(entries, dict) and entries and all(str(key).isdecimal() for key in entries):
+            fields[name] = {key: value for key, value in entries.items() if int(key) < count}
     return fields | {name: count for name in _LAYERS if name in known}

@@ -1,9 +1,10 @@
 """Write the plan of an analysed model as the source of a class: `write_plan`."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from titanplans.derive.analyse import (
@@ -15,6 +16,7 @@ from titanplans.derive.analyse import (
     relative,
 )
 from titanplans.derive.probe import ARGUMENT, BUFFER
+from titanplans.derive.region import float_tensors
 from titanplans.derive.sections import Section
 from titanplans.plan.plan import TPPlan
 from titanplans.split.decoder import join, within
@@ -35,6 +37,7 @@ class Choices:
         may_gather: names of mixers whose code may gather the hidden states of all tokens under context parallelism.
         embeds_all_tokens: whether context-parallel ranks embed all tokens, for code that adds positions to the embeddings.
         by_expert: whether experts are distributed over ranks under expert parallelism.
+        shards_arguments: whether arguments that blocks combine with their hidden states have all tokens, and are sharded.
     """
 
     sum_at_exit: frozenset[str] = frozenset()
@@ -45,6 +48,7 @@ class Choices:
     may_gather: frozenset[str] = frozenset()
     embeds_all_tokens: bool = False
     by_expert: bool = True
+    shards_arguments: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,7 @@ class Source:
 def _wrapped(line: str, width: int = 100) -> list[str]:
     """Return a line of code, divided at the commas of its outermost brackets if it is longer than `width`."""
     first = min((line.find(bracket) for bracket in "({" if bracket in line), default=-1)
-    if len(line) <= width or first < 0:
+    if len(line) <= width or not 0 <= first < width:
         return [line]
     indent = " " * (len(line) - len(line.lstrip()))
     depth, begin, parts = 0, first + 1, []
@@ -110,7 +114,7 @@ def _wrapped(line: str, width: int = 100) -> list[str]:
             inner = [
                 wrapped for part in parts if part for wrapped in _wrapped(f"{indent}    {part}{comma}", width)
             ]
-            return [line[: first + 1], *inner, f"{indent}{line[position:]}"]
+            return [line[: first + 1], *inner, *_wrapped(f"{indent}{line[position:]}", width)]
     return [line]
 
 
@@ -208,12 +212,12 @@ class RegionWriter:
         derived: how the region is split.
         other: the same region of a model of other sizes; None: there is none.
         choices: what a proof has decided.
+        variable: how the written code names the region's module.
     """
 
-    def __init__(self, derived: RegionSplit, other: RegionSplit | None, choices: Choices):
+    def __init__(self, derived: RegionSplit, other: RegionSplit | None, choices: Choices, variable: str):
         assert derived.split is not None
-        self.derived, self.other, self.choices = derived, other, choices
-        self.variable = "attn" if derived.mixes_tokens else "mlp"
+        self.derived, self.other, self.choices, self.variable = derived, other, choices, variable
         self.split, self.found = derived.split, derived.split.findings
         self.layout = self.split.layout
         self.closes = derived.closes and derived.region.name not in choices.sum_at_exit
@@ -251,7 +255,8 @@ class RegionWriter:
         default = "hidden_states" if self.derived.mixes_tokens else "x"
         arguments = [] if region.hidden == default or region.positional else [f'"{region.hidden}"']
         arguments += ["may_gather=True"] if region.name in self.choices.may_gather else []
-        return f"self.{self.variable}_{'input' if self.closes else 'region'}({', '.join(arguments)})"
+        kind = "attn" if self.derived.mixes_tokens else "mlp"
+        return f"self.{kind}_{'input' if self.closes else 'region'}({', '.join(arguments)})"
 
     def _styles(self) -> dict[str, str]:
         """Return the style of each key: a module if all its parameters have one style, otherwise each parameter."""
@@ -389,7 +394,9 @@ class RegionWriter:
                 terms.append(rows)
             elif section.slices < self.split.units:
                 heads = self._express(key, index, "slices")
-                terms.append(f"{rows} // {heads} * self.heads_per_rank({heads})")
+                per_head = rows.removeprefix(f"{heads} * ")
+                per_head = f"{rows} // {heads}" if per_head == rows else per_head
+                terms.append(f"{per_head} * self.heads_per_rank({heads})")
             else:
                 terms.append(f"{rows} // self.degree")
         return " + ".join(
@@ -414,17 +421,19 @@ def write_plan(split: ModelSplit, name: str, choices: Choices, other: ModelSplit
     """
     source = Source(name)
     twins = {} if other is None else {_identity(kind): kind for kind in other.kinds}
+    by_method = _by_method(split)
+    variables = {method: "attn" if kinds[0].mixes_tokens else "mlp" for method, kinds in by_method.items()}
     writers: dict[int, RegionWriter] = {
-        id(kind): RegionWriter(kind, twins.get(_identity(kind)), choices)
-        for kind in split.kinds
+        id(kind): RegionWriter(kind, twins.get(_identity(kind)), choices, variables[method])
+        for method, kinds in by_method.items()
+        for kind in kinds
         if kind.split is not None and kind.region.name not in choices.unsplit
     }
     source.attributes.extend(_head_names(split.kinds))
     _add(source, "model_plan", "model", _model_plan(split, choices))
-    by_method = _by_method(split)
-    _add(source, "layer_plan", "layer", _layer_plan(split, by_method))
+    _add(source, "layer_plan", "layer", _layer_plan(split, by_method, choices))
     for method, kinds in by_method.items():
-        variable = "attn" if kinds[0].mixes_tokens else "mlp"
+        variable = variables[method]
         if method == "mlp_plan" and len(kinds) == 1 and id(kinds[0]) in writers:
             source.attributes.extend(names := writers[id(kinds[0])].mlp_names())
             if names:
@@ -435,6 +444,9 @@ def write_plan(split: ModelSplit, name: str, choices: Choices, other: ModelSplit
         if attributes and any(expressions.values()):
             _add(source, attributes, variable, _returned_by_kind(kinds, expressions, variable))
         if method == "attn_plan":
+            heads = {id(kind): _heads(kind) for kind in kinds if id(kind) in writers}
+            if any(_is_in_submodule(kind.head_name) for kind in kinds):
+                _add(source, "heads", variable, _returned_by_kind(kinds, heads, variable))
             fused = {id(kind): _without_kernels(kind) for kind in kinds if id(kind) in writers}
             if any(fused.values()):
                 _add(source, "local_functions", variable, _returned_by_kind(kinds, fused, variable))
@@ -463,6 +475,17 @@ def _head_names(kinds: Sequence[RegionSplit]) -> Iterator[str]:
             yield f"{attribute} = ({written}{',' if len(last) == 1 else ''})"
 
 
+def _is_in_submodule(name: str | None) -> bool:
+    """Return whether an attribute is one of a module in the mixer, where `TPPlan.heads` does not look."""
+    return name is not None and "." in name and not name.startswith("config.")
+
+
+def _heads(kind: RegionSplit) -> str:
+    names = [name for name in (kind.head_name, kind.shared_head_name) if name is not None]
+    items = [f'"{name.rpartition(".")[2]}": attn.{name}' for name in names]
+    return f"{{{', '.join(items)}}}"
+
+
 def _by_method(split: ModelSplit) -> dict[str, list[RegionSplit]]:
     """Return the kinds of regions by the method that plans them: `attn_plan`, `mlp_plan`, or one named after the region."""
     found: dict[str, list[RegionSplit]] = {}
@@ -488,6 +511,7 @@ def _method(block: BlockSplit, name: str) -> str:
 def _model_plan(split: ModelSplit, choices: Choices) -> list[str]:
     decoder = split.decoder
     first = min(split.calls[block.block.name].order for block in split.blocks)
+    logits = float_tensors(split.calls[""].output)[0]
     known = {decoder.embedding, decoder.norm, decoder.head}
     styles = {}
     for name, module in split.model.named_modules():
@@ -496,7 +520,10 @@ def _model_plan(split: ModelSplit, choices: Choices) -> list[str]:
             continue
         call = split.calls.get(name)
         is_before = call is None or call.order < first
-        styles[name] = "self.replicated_off_stream()" if is_before else "self.replicated_on_stream()"
+        if call is not None and decoder.head is None and _is_same(call.output, logits):
+            styles[name] = "self.vocab_head()"
+        else:
+            styles[name] = "self.replicated_off_stream()" if is_before else "self.replicated_on_stream()"
     if choices.embeds_all_tokens and decoder.embedding is not None:
         styles[decoder.embedding] = "self.vocab_embedding(all_tokens=True)"
     if choices.ends_stream and decoder.norm is not None:
@@ -507,8 +534,14 @@ def _model_plan(split: ModelSplit, choices: Choices) -> list[str]:
     return ["return super().model_plan(model) | {", *entries, "}"]
 
 
-def _layer_plan(split: ModelSplit, by_method: Mapping[str, Sequence[RegionSplit]]) -> list[str]:
-    """Return the body of `layer_plan` for norms without a usual name, and regions that are neither mixer nor MLP."""
+def _is_same(output: object, logits: torch.Tensor) -> bool:
+    return isinstance(output, torch.Tensor) and torch.equal(output, logits)
+
+
+def _layer_plan(
+    split: ModelSplit, by_method: Mapping[str, Sequence[RegionSplit]], choices: Choices
+) -> list[str]:
+    """Return the body of `layer_plan`: norms without a usual name, other regions than mixer and MLP, arguments of blocks."""
     names: dict[str, None] = {}
     others: dict[str, str] = {}
     for block in split.blocks:
@@ -519,23 +552,27 @@ def _layer_plan(split: ModelSplit, by_method: Mapping[str, Sequence[RegionSplit]
             for name in block.regions
             if (method := _method(block, name)) not in ("attn_plan", "mlp_plan")
         }
-    if not names and not others:
+    arguments = stream_arguments(split) if choices.shards_arguments else []
+    if not names and not others and not arguments:
         return []
-    is_in_all = {
-        name: all(_has(block.block.module, name) for block in split.blocks) for name in (*names, *others)
+    lines = {name: f'plan["{name}"] = self.replicated_on_stream()' for name in names}
+    lines |= {
+        name: f'plan |= prefixed("{name}", self.{method}(layer.get_submodule("{name}")))'
+        for name, method in others.items()
     }
     body = ["plan = super().layer_plan(layer)"]
-    for name in names:
-        line = f'plan["{name}"] = self.replicated_on_stream()'
-        body += [line] if is_in_all[name] else [f"if {_test('layer', name)}:", f"    {line}"]
-    for name, method in others.items():
-        line = f'plan |= prefixed("{name}", self.{method}(layer.get_submodule("{name}")))'
-        body += [line] if is_in_all[name] else [f"if {_test('layer', name)}:", f"    {line}"]
+    for name, line in lines.items():
+        without = [block.block.module for block in split.blocks if name not in _names(block.block.module)]
+        body += [f"if {_test('layer', name, without)}:", f"    {line}"] if without else [line]
+    if arguments:
+        quoted = ", ".join(f'"{name}"' for name in arguments)
+        body.append(f'plan[""] = self.stream_arguments({quoted})')
     return [*body, "return plan"]
 
 
-def _has(module: nn.Module, name: str) -> bool:
-    return any(name == other for other, _ in (*module.named_modules(), *module.named_parameters()))
+def stream_arguments(split: ModelSplit) -> list[str]:
+    """Return the arguments that blocks combine with their hidden states."""
+    return list(dict.fromkeys(name for block in split.blocks for name in block.stream_arguments))
 
 
 def _region_plan(
@@ -588,31 +625,40 @@ def _branches(kinds: Sequence[RegionSplit], bodies: Mapping[int, Sequence[str]],
     for kind in kinds:
         if not any(bodies[id(kind)] == bodies[id(other)] for other in distinct):
             distinct.append(kind)
+    # The last one needs no test, so it is one without a name of its own.
+    distinct = sorted(distinct, key=lambda kind: not _own_names(kind, distinct))
     body: list[str] = []
-    for index, kind in enumerate(distinct):
-        if index == len(distinct) - 1:
-            return [*body, *bodies[id(kind)]]
-        others = [other for other in distinct if other is not kind]
-        body += [f"if {_mark(kind, others, variable)}:", *(f"    {line}" for line in bodies[id(kind)])]
-    return body
+    for kind in distinct[:-1]:
+        test = _mark(kind, [other for other in distinct if other is not kind], variable)
+        body += [f"if {test}:", *(f"    {line}" for line in bodies[id(kind)])]
+    return [*body, *bodies[id(distinct[-1])]]
 
 
 def _mark(kind: RegionSplit, others: Sequence[RegionSplit], variable: str) -> str:
-    names = {name for name, _ in (*kind.module.named_modules(), *kind.module.named_parameters()) if name}
-    foreign = {
-        name
-        for other in others
-        for name, _ in (*other.module.named_modules(), *other.module.named_parameters())
-    }
-    if own := sorted(names - foreign, key=lambda name: (name.count("."), len(name), name)):
-        return _test(variable, own[0])
+    if own := _own_names(kind, others):
+        name = min(own, key=lambda name: (name.count("."), len(name), name))
+        return _test(variable, name, [other.module for other in others])
     return f'type({variable}).__name__ == "{type(kind.module).__name__}"'
 
 
-def _test(variable: str, name: str) -> str:
-    """Return the expression whether a module has a submodule or parameter of this name."""
+def _own_names(kind: RegionSplit, others: Iterable[RegionSplit]) -> set[str]:
+    """Return the names of submodules and parameters that only this kind of module has."""
+    return _names(kind.module).difference(*(_names(other.module) for other in others if other is not kind))
+
+
+def _names(module: nn.Module) -> set[str]:
+    """Return the names of the submodules and parameters of a module."""
+    return {name for name, _ in (*module.named_modules(), *module.named_parameters()) if name}
+
+
+def _test(variable: str, name: str, others: Iterable[nn.Module]) -> str:
+    """Return the expression whether a module has a submodule or parameter of this name, which none of `others` has."""
     owner, _, last = name.rpartition(".")
-    return f'hasattr({variable}{f".{owner}" if owner else ""}, "{last}")'
+    holder = join(variable, owner)
+    # Code may set an attribute to None where a module lacks a part that others have.
+    if any(owner in ("", *_names(other)) and hasattr(other.get_submodule(owner), last) for other in others):
+        return f'getattr({holder}, "{last}", None) is not None'
+    return f'hasattr({holder}, "{last}")'
 
 
 def has_split_arguments(kind: RegionSplit) -> bool:
