@@ -60,7 +60,7 @@ WRONG = {
         ("mixtral", without("mixtral", "model_functions", lambda self, model: {}), {}),
         "gradient of the output of model.layers.1.mlp.gate",  # experts' tokens can't be compared: each rank sorts its own
         "the model adds a loss to the cross entropy, and model_functions of Without is empty, so each rank may add "
-        "it: name there the function that computes it, with self.count_once",
+        "the full loss: return {name of the function that computes it: self.count_once} from model_functions",
     ),
     "a count of all heads": (
         ("mamba2", without("mamba2", "local_attributes", lambda self, attn: {}), {}),

@@ -116,7 +116,7 @@ WRONG = {
     "replicas differ": (Tiny, tiny_plan_with(q_norm=differing), True, "forward", "layers.0.attn.q_norm", ""),
     "loss divided": (
         Tiny, ScalingPlan, True,
-        "backward", "lm_head.weight", "exactly 1/4 of it: divided by the number of ranks",
+        "backward", "lm_head.weight", "exactly 1/4 of the right one: divided by the number of ranks",
     ),
     "input's gradient not summed": (
         Tiny, tiny_plan_with(**{"": gradient_left}), False,

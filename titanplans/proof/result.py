@@ -16,12 +16,13 @@ class Check:
     """runs, loss, logits, gradients, replicas, norm, AdamW, tied, or the name of a further loss."""
     error: float
     """The worst difference, in epsilons: the largest change of the quantity when every weight is perturbed by one rounding
-    (titanplans/proof/compare/tolerance.py). For replicas, in roundings of the tensor itself. 0 or infinity for what is true
-    or false: runs, tied."""
+    (titanplans/proof/compare/tolerance.py). For replicas, in roundings of the tensor itself. For "runs" and "tied", which
+    are true or false: 0 if true, else infinity."""
     tolerance: float
     """The largest difference that another order of sums can explain, in epsilons."""
     where: str = ""
-    """The parameter with the worst difference, or "its gradient" for a further loss; "" for a quantity of the model."""
+    """The parameter with the worst difference; "its gradient" for the gradient of a further loss; "" for other
+    quantities."""
     point: str = ""
     """When in the training, for example "step 2, batch 1"."""
 
@@ -63,7 +64,7 @@ class Finding:
     """forward or backward."""
     first: Location
     correct: tuple[Location, ...]
-    """Correct tensors near it, the nearest first."""
+    """Correct tensors near the first wrong one, the nearest first."""
     reason: str = ""
     """The fault, if the numbers leave no doubt, for example "exactly 2 times too large"."""
     remedy: str = ""

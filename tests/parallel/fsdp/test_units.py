@@ -116,7 +116,10 @@ def test_a_weight_of_two_blocks_is_refused_or_in_one_fsdp_module(model, data):
 
 
 def test_resharding_to_some_ranks_is_refused_with_another_parallelism():
-    with fake_ranks(8, cp=4) as mesh, pytest.raises(ParallelError, match="covers all 8 ranks, here 4"):
+    with (
+        fake_ranks(8, cp=4) as mesh,
+        pytest.raises(ParallelError, match="covers all 8, and here it covers 4"),
+    ):
         shard(Tiny(), mesh["cp"], FSDP2Config(fsdp_reshard_after_forward=2))
 
 
