@@ -100,9 +100,9 @@ def test_a_plan_is_found_by_the_config_s_model_type_or_the_class(another, how):
         (lambda: register_plan("x")(lambda: 1), r"register_plan\('x'\): .* is not a subclass"),
         (
             lambda: register_plan(TinyPlan),
-            r"register_plan\(<class 'tests.support.tiny_model.TinyPlan'>\): pass the names",
+            r"register_plan\(<class 'tests.support.tiny_model.TinyPlan'>\): pass the model types",
         ),
-        (lambda: register_plan()(TinyPlan), r"register_plan\(\): pass the names"),
+        (lambda: register_plan()(TinyPlan), r"register_plan\(\): pass the model types"),
     ],
 )
 def test_wrong_registrations_are_refused(another, register, message):

@@ -202,7 +202,7 @@ def _exported(folder: Path, capsys) -> None:
     lines = {case: message[0].replace(str(folder), "") for case, (_, message) in refused.items()}
     step = "error: export /tuned/checkpoint/step-8"
     assert "does not hold the weights of this model" in lines.pop("another")
-    to = "--base is for weights that adapters are added to, but"
+    to = "--base names the base weights of adapters, but"
     begin = {
         "same shapes": f"{step}: /same shapes: it is of another model (rms_norm_eps = 0.5, now 1e-06)",
         "whole": f"error: export /base/checkpoint/step-2: {to} the checkpoint holds",

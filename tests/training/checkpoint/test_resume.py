@@ -59,7 +59,11 @@ REFUSED = [
     ({"load_step": 4}, "4 8", r'later checkpoints, up to step-8, .*initial_load_path = ".*/step-4"'),
     ({"load_step": 4}, "4 10", "later checkpoints, up to step-10"),
     ({"load_step": 8}, "4 8w", "step-8 holds only the weights .* leave load_step out"),
-    ({}, "4w 8w", "step-8 holds only the weights .* and so do all others; start in a new folder"),
+    (
+        {},
+        "4w 8w",
+        "step-8 holds only the weights .* and no other checkpoint holds more; start in a new folder",
+    ),
 ]
 
 

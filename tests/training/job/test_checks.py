@@ -302,7 +302,9 @@ def test_a_checkpoint_of_another_optimizer_is_refused(job, tmp_path, weights):
 def test_a_checkpoint_without_any_optimizer_state_is_refused(job, tmp_path, weights):
     folder = tmp_path / "outputs" / "checkpoint"
     write_checkpoint(folder / "step-5", weights, moments=(), **{"train_state.step": torch.tensor(5)})
-    assert "step-5 holds no optimizer state; start afresh" in refusal(job(checkpoint__enable="true"))
+    assert "step-5 holds no optimizer state; begin with new optimizer states" in refusal(
+        job(checkpoint__enable="true")
+    )
 
 
 def test_a_parameter_that_had_no_gradient_needs_no_state(job, tmp_path, weights):
@@ -364,7 +366,9 @@ def test_missing_checkpoints_are_refused(job, options, message):
 def test_a_seed_checkpoint_is_saved_by_one_process(job):
     job_of_options = job(checkpoint__enable="true", checkpoint__create_seed_checkpoint="true")
     check_job(job_of_options, 1)
-    assert "needs 1 process, which saves unsharded weights, not 2; start one" in refusal(job_of_options, 2)
+    assert "needs 1 process, not 2, since the weights are saved unsharded; start one process" in refusal(
+        job_of_options, 2
+    )
 
 
 def test_the_model_is_refused_before_the_tokenizer_and_the_data(job, tmp_path):

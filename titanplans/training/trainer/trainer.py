@@ -1,7 +1,8 @@
 """A training job on one rank: `Trainer(job)` builds model, optimizers, data and checkpointing; `train()` runs the loop.
 
-Optimizer and scheduler containers, metric writers, profiler, garbage collection and reductions over ranks are torchtitan's.
-The forward of a model is in `model.py`, and that of a pipeline in `pipeline/`. `titanplans.parallel` parallelises the model.
+torchtitan provides the containers of optimizers and schedulers, metric writers, profiler, garbage collection and
+reductions over ranks. The forward of a model is in `model.py`, the forward of a pipeline in `pipeline/`.
+`titanplans.parallel` parallelises the model.
 """
 
 import contextlib
@@ -243,7 +244,7 @@ class Trainer:
         for name, (_, epochs_text) in self.dataloader.epochs_read().items():
             logger.info(f"data read of {name}: {epochs_text}")
         logger.info(end)
-        dist.barrier()  # rank 0 may host the store: it must not exit before the others are done with it
+        dist.barrier()  # rank 0 may host the store, so it must not exit before the other ranks have finished with it
 
     def _next_batches(self, batches: Iterator[Batch]) -> list[Batch] | None:
         """Return the batches of one optimizer step; None if the data end before all of them are read."""
@@ -301,9 +302,9 @@ class Trainer:
     def _loss_of(self, batch: Batch, global_valid_tokens: torch.Tensor | None = None) -> torch.Tensor:
         """Return the loss summed over a batch's tokens and divided by `global_valid_tokens`.
 
-        In validation `global_valid_tokens` is None, and the loss is only the sum. Under context parallelism the loss covers
-        the tokens of this rank, and the losses of the CP ranks add up to that of the batch. With a pipeline it is the same
-        on every stage.
+        In validation `global_valid_tokens` is None, and the loss is only the sum. Under context parallelism the loss
+        covers the tokens of this rank, and the losses of the CP ranks add up to the loss of the batch. With a pipeline the
+        loss is the same on every stage.
         """
         inputs, labels = batch[0], batch[1].to(self.device)
         tokens, positions = inputs["input"].to(self.device), inputs["positions"].to(self.device)
@@ -319,7 +320,7 @@ class Trainer:
     def _accumulating(self, *, last: bool) -> AbstractContextManager[None]:
         """Return a context for forward and backward of a batch. It defers gradient reductions if the job says so."""
         strategy = self.strategy
-        if self.pipeline is not None:  # torch's pipeline stages defer it themselves
+        if self.pipeline is not None:  # torch's pipeline stages defer the reductions themselves
             return nullcontext()
         if isinstance(strategy, DDPConfig):
             return ddp.accumulate(self._lms[0], last=last, defer=strategy.defer_grad_sync)
@@ -371,8 +372,8 @@ class Trainer:
         self.metrics_processor.log(
             self.step, mean, largest, float(norm.item()), {"n_tokens_seen": int(tokens.item()), **rates}
         )
-        # A norm that is not finite shows in the next loss, but the last step has no next loss. The norm is checked only in
-        # logged steps, since reading it synchronises with the device.
+        # A norm that is not finite makes the next loss not finite, but the last step has no next loss. The norm is checked
+        # only in logged steps, since reading it synchronises with the device.
         if not self.job.training.skip_nan_inf and not norm.isfinite():
             raise self._diverged("gradient's norm")
 
