@@ -197,7 +197,7 @@ def test_a_state_that_does_not_fit_is_refused_by_every_rank(results):
         "tied": f"{begin}1 tensor tied here, and of different values (lm_head.weight and model.embed_tokens.weight)",
         "none": f"{begin}rank 0 has no state",
         "one rank's own": f"{begin}1 tensor of another shape ({norm} (65,), expected (64,))",
-        "groups": "the optimizer can't be loaded: its parameter groups differ",
+        "groups": "the optimizer can't be loaded: the state was gathered with other parameter groups",
         "meta": f"{begin}2 tensors without memory yet",
     }
     assert {case: text[: len(words[case])] for case, text in message.items()} == words

@@ -164,7 +164,7 @@ def test_a_refused_save_raises_on_every_rank_and_leaves_nothing(saved):
     folder, message = saved
     begin = {
         "there": "ModelError: /bf16 already exists",
-        "killed": "ModelError: /.killed.writing exists: another process writes /killed",
+        "killed": "ModelError: /.killed.writing exists: another process is writing /killed",
         "size": "ModelError: max_shard_size = '5 bananas' is not a size",
         "tokenizer": "ModelError: tokenizer = '/tp 2': there is no tokenizer.json",
         "place": "NotSaved: /tokenizer/tokenizer.json/.new.writing can't be written (Not a directory)",

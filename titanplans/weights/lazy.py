@@ -15,14 +15,14 @@ from titanplans.errors import ModelError
 from titanplans.torch_private.dispatch import tree_leaves, tree_map_only
 
 Box = tuple[tuple[int, int], ...]
-"""A range of indices for each dimension: the first index, and the one after the last."""
+"""A range of indices for each dimension: the first index, and the index after the last."""
 
 
 class LazyTensor:
     """A tensor whose values are read when they are needed.
 
     Args:
-        name: the name of the tensor that it is read from, for errors.
+        name: the name of the stored tensor from which the values are read, for errors.
         shape: the tensor's shape.
         dtype: the dtype of its values.
         fetch: returns the values in a box, with the box's shape.
