@@ -112,7 +112,7 @@ def test_each_document_is_one_line(capsys, mixture):
     ("arguments", "message"),
     [
         (["--sequences", "0"], "--sequences 0: expected an integer, at least 1"),
-        (["--rows", "3"], "--rows 3: it is called --sequences now"),
+        (["--rows", "3"], "--rows 3: this option is now called --sequences"),
         (["--data.sources", "[{weight = -1.0}]"], "data.sources.weight = -1.0"),
         (
             ["--data.sources", '[{dataset_path = "nowhere"}]'],
