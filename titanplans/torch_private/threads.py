@@ -35,7 +35,8 @@ def groups_of_threads() -> Iterator[None]:
     torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
     threads = torch._C._is_multithreading_enabled()
     # In a CUDA build on a machine without a GPU, the first thread that makes fake tensors sets the device guard for all
-    # threads, and the guard is invalid when that thread has ended. This thread sets it first, and outlives the ranks.
+    # threads, and the guard becomes invalid when that thread ends. So this thread, which outlives the ranks, sets the
+    # guard first.
     torch._C._ensureCUDADeviceGuardSet()
     world = threaded_groups._install_threaded_pg()
     # torch 2.11 does not destroy groups without this attribute, which stays empty.

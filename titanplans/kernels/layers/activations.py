@@ -1,6 +1,6 @@
 """CPU replacements for activations and gated linear units, the autograd functions of `fla/modules/activations/ops.py`.
 
-All return the dtype of the first argument. Products and powers are computed in the accumulation dtype.
+All results have the dtype of the first argument. Products and powers are computed in the accumulation dtype.
 """
 
 import torch
