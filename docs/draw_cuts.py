@@ -1,4 +1,4 @@
-"""Draw docs/cuts.svg: a plan's mixer that is split by weights, and below it the same mixer split by tokens.
+"""Draw docs/cuts.svg: a mixer split by weights (tensor parallelism), and below it the same mixer split by tokens.
 
     python docs/draw_cuts.py     # docs/generate.py does it, too
 
@@ -26,7 +26,8 @@ CUTS = {
         ("all-to-all|tokens for heads", "all-to-all|heads for tokens"),
     ),
 }
-"""By title: what is sent at the entry, what each step multiplies, what is sent at the exit and between the steps."""
+"""By title, the text of the picture: the collective at the entry, the operands of each step, and the collectives at the exit
+and between the steps."""
 
 
 def picture() -> str:

@@ -121,7 +121,7 @@ def test_initial_values_are_those_of_peft_for_any_layout():
         (dict(target_modules=("q_norm",)), "q_norm is a Qwen3RMSNorm, and only Linear"),
         (dict(exclude_modules=("x",)), "lora.exclude_modules = .*'x' matches no Linear module"),
         (dict(target_modules=("q_proj",), exclude_modules=("q_proj",)), "no module is left for an adapter"),
-        (dict(modules_to_save=("self_attn",)), "self_attn.q_proj gets an adapter already"),
+        (dict(modules_to_save=("self_attn",)), "self_attn.q_proj already gets an adapter"),
         (dict(modules_to_save=("wte",)), "'wte' matches no module with parameters"),
     ],
 )

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 WIDTH, LAYERS, VOCABULARY = 16, 4, 4096
 SUPPORTED: dict[str, type[nn.Module]] = {}
 REFUSED: dict[str, tuple[type[nn.Module], str]] = {}
-"""The class of each model, and a pattern of its refusal."""
+"""By class, a regular expression that matches the refusal of the model."""
 
 
 class Block(nn.Module):
@@ -423,7 +423,7 @@ class ReadingBlock(Block):
         return super().forward(x, self.shared["first"])
 
 
-@refused("stage 1 of 2 lacks .* ends with: KeyError: 'first'")
+@refused("stage 1 of 2 has only its own modules .* ends with: KeyError: 'first'")
 class FirstBlockInADict(Model):
     Block = ReadingBlock
 
@@ -515,7 +515,7 @@ class PeekingBlock(Block):
         return super().forward(x if following is None else following.norm(x))
 
 
-@refused("stage 0 of 2 lacks modules|gets other arguments")
+@refused("stage 0 of 2 has only its own modules|gets other arguments")
 class ReadsTheNextBlock(Model):
     Block = PeekingBlock
 

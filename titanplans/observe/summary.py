@@ -22,7 +22,7 @@ def at_start(report: Report) -> list[str]:
         components = ", ".join("blocks" if name == "model" else name for name in compiled["components"])
         lines.append(
             f"compiling {components} with {compiled['backend']} in the first step, which may take minutes; its line "
-            "follows after this step"
+            "follows"
         )
     return lines
 

@@ -121,7 +121,9 @@ def test_a_job_reports_its_parallelism(two_ranks, case):
     assert lines[0].startswith(f"Parallelism: {'ddp' if 'ddp' in case else 'fsdp2'} on 2 ranks")
     begins = f"Step {end['measured_after_step']}: {end['step']['collectives']} coll"
     assert any(line.startswith(begins) for line in lines)
-    waits = "compiling blocks, loss with aot_eager in the first step, which may take minutes; its line follows after this step"
+    waits = (
+        "compiling blocks, loss with aot_eager in the first step, which may take minutes; its line follows"
+    )
     assert [at for at, line in enumerate(lines) if line == waits] == ([2] if "compiled" in case else [])
     picture = 4 if "pp" in case else 0  # title, two stages, and the measured times
     assert len([line for line in lines if line != waits]) <= 6 + picture, "a few lines, not a dump"
