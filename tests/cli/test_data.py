@@ -76,7 +76,7 @@ def test_a_mixture_shows_documents_sources_and_padding(capsys, mixture):
 
 
 def test_the_table_is_of_one_pass_or_of_a_sample(capsys, mixture, monkeypatch):
-    """Once, 80 short conversations were reported with half a million tokens: they were read repeatedly for 2 seconds."""
+    """The command once read 80 short conversations again and again for 2 seconds, and reported half a million tokens."""
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     (mixture / "chats.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 80)
     arguments = ["--training.dataset", "local", "--training.dataset_path", f"{mixture}/chats.jsonl"]

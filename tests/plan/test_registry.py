@@ -53,7 +53,7 @@ def test_a_plan_of_another_package_is_found_by_its_entry_point(another):
 
 
 def test_an_entry_point_that_fails_is_named(another):
-    """The other plans are not affected."""
+    """A package whose plans can't be imported does not affect other plans."""
     write(another, "broken_elsewhere", "import no_such_module\n")
     write(another, "plan_elsewhere", PLAN.format(name="elsewhere"))
     fault = "entry point mine = 'broken_elsewhere' of the group titanplans.plans: ModuleNotFoundError"

@@ -66,7 +66,8 @@ UNREACHED = {
         "(fla.layers.wall_attn)"
     ],
 }
-"""All others are proved with padding, documents, and a cache with and without padding. Line numbers are left out."""
+"""All other architectures are proved with padding, documents, and a cache with and without padding. The table has no line
+    numbers."""
 
 
 @pytest.mark.parametrize("name", sorted(registered_plans()))

@@ -99,7 +99,7 @@ def refusals(rank):
 
 
 def memory(rank):
-    """Return by how many MB each rank's memory grows during gathering and loading 96 MB in tensors of 4 MB."""
+    """Return the growth of each rank's memory, in MB, while 96 MB in tensors of 4 MB are gathered and loaded."""
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(24)))
     for layer in model:
         fully_shard(layer)

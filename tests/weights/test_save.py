@@ -74,7 +74,7 @@ def save_all(rank):
     (folder / "link").symlink_to(folder / "linked") if rank == 0 else None
     save_weights(model, folder / "link")
     model.config.temperature = (
-        0.5  # transformers takes this for an option of generation, and refuses to save it
+        0.5  # transformers treats this field as an option of generation, and refuses to save it
     )
     message["of a library"] = refused(partial(save_weights, model, folder / "new"))
     del model.config.temperature

@@ -1,4 +1,5 @@
-"""FSDP modules of models and of random trees: each parameter is in exactly one, and each of them reduces in one dtype."""
+"""FSDP modules of models and of random trees: each parameter is in exactly one FSDP module, and each FSDP module reduces
+in one dtype."""
 
 from collections import Counter
 

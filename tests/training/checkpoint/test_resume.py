@@ -115,7 +115,7 @@ def test_a_job_restarted_by_a_launcher_resumes_its_own_checkpoint(tmp_path):
     assert "later checkpoints" in refused(tmp_path, load_step=4, restarted=True)
     of_this_job = write(tmp_path, 9, load_step=4)
     assert decide(tmp_path, load_step=4, restarted=True) == Resume(of_this_job, "training", FOLDER_OPTION)
-    # the user, not a launcher, starts the job again, which would lose the steps after 4
+    # the user starts the job again (not a launcher); this would lose the steps after 4, so it is refused
     assert "up to step-9" in refused(tmp_path, load_step=4)
     last = write(tmp_path, 10, "weights", load_step=4)
     assert decide(tmp_path, load_step=4, restarted=True) == Resume(last, key=FOLDER_OPTION, is_finished=True)
@@ -143,7 +143,7 @@ def test_a_damaged_manifest_is_refused_and_the_newest_intact_checkpoint_offered(
 
 
 def test_a_checkpoint_that_was_renamed_is_not_taken_for_another_step(tmp_path):
-    """Otherwise the renamed checkpoint would stay the newest, and every restart would begin from it."""
+    """A renamed checkpoint is refused. Otherwise it would stay the newest, and every restart would begin from it."""
     for step in (4, 6):
         write(tmp_path, step)
     renamed = (tmp_path / "step-4").rename(tmp_path / "step-9")

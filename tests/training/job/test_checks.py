@@ -103,7 +103,7 @@ def test_degrees_have_to_fit_the_processes_and_the_model(job, world_size, option
 
 
 def test_the_experts_have_to_fit_the_ranks(job):
-    """An unset shard degree becomes the one that the experts need; a set one is not changed."""
+    """If the shard degree is unset, it becomes the degree that the experts need; a degree that is set is not changed."""
     options = {"model__name": "qwen3_moe", "parallelism__expert_parallel_degree": 4}
     assert fewest_processes(job(**options)) == 4
     assert fewest_processes(job(**options, parallelism__tensor_parallel_degree=2)) == 4
@@ -372,7 +372,8 @@ def test_a_seed_checkpoint_is_saved_by_one_process(job):
 
 
 def test_the_model_is_refused_before_the_tokenizer_and_the_data(job, tmp_path):
-    """Reading tokenizer and data takes seconds, and half a minute if a hub can't be reached."""
+    """Options are checked before the tokenizer and the data are read, which takes seconds, or half a minute without the
+    hub."""
     (tmp_path / "config.json").write_text('{"model_type": "qwen33"}')
     message = refusal(
         job(model__config="config.json", model__hf_assets_path="/nowhere", training__dataset="a/b")
