@@ -43,7 +43,7 @@ WORLDS = (8, 512, 4096)
 RANKS, ROWS, TOKENS = 4, 4, 64
 """The processes of the training step, the sequences of the global batch, and the tokens of a sequence."""
 M_MMAP_THRESHOLD = -3
-"""The constant of that name in glibc's malloc.h."""
+"""The value of this constant in glibc's malloc.h."""
 
 
 class Model(NamedTuple):

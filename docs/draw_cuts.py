@@ -16,7 +16,7 @@ CUTS = {
     "by weights, two ranks: each has all tokens, and the weights of its heads": (
         "all-gather|tokens",
         ("all tokens x own rows", "all tokens, own heads", "all tokens x own columns"),
-        "reduce-scatter|parts of a sum",
+        "reduce-scatter|partial sums",
         ("", ""),
     ),
     "by tokens, two ranks: each has its tokens, and all weights": (
@@ -35,7 +35,7 @@ def picture() -> str:
     styles = of_block()
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">',
-        "<title>A mixer cut by weights, and by tokens</title>",
+        "<title>A mixer split by weights, and by tokens</title>",
         f"<style>{STYLE}</style>",
         ARROW_TIP,
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',

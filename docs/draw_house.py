@@ -15,7 +15,7 @@ from tests.support.imports import package_imports
 PICTURE = Path(__file__).parent / "house.svg"
 COLUMN, WIDTH, HEIGHT, MARGIN = 124, 92, 30, 16
 SLOT, LANE = 46, 16
-"""Heights in a column: of a package, and of a line that passes through."""
+"""The height that a package takes in a column, and the height that a line takes on its way through a column."""
 
 
 def picture() -> str:

@@ -194,7 +194,8 @@ def test_a_state_that_does_not_fit_is_refused_by_every_rank(results):
         "lacking": f"{begin}2 tensors missing ({q}, model.layers.1.self_attn.q_proj.weight)",
         "unknown": f"{begin}1 tensor unexpected (model.nrm.weight)",
         "shape": f"{begin}1 tensor of another shape ({norm} (65,), expected (64,))",
-        "tied": f"{begin}1 tensor tied here, and of different values (lm_head.weight and model.embed_tokens.weight)",
+        "tied": f"{begin}1 tensor tied in the model, but with different values in the state "
+        "(lm_head.weight and model.embed_tokens.weight)",
         "none": f"{begin}rank 0 has no state",
         "one rank's own": f"{begin}1 tensor of another shape ({norm} (65,), expected (64,))",
         "groups": "the optimizer can't be loaded: the state was gathered with other parameter groups",

@@ -115,7 +115,10 @@ class Style(ParallelStyle):
         return with_factors(module, {name: layout for name, layout in by_name.items() if layout is not None})
 
     def sizes(self) -> Mapping[str, tuple[int, bool]]:
-        """Return sizes other than the shards' that limit the degree: `{name: (size, whether ranks may share it)}`."""
+        """Return further sizes that limit the degree, in addition to the sharded dimensions of the parameters.
+
+        The result is {name: (size, whether ranks may share it)}.
+        """
         return {}
 
     def operands(self, degree: int) -> Operands | None:

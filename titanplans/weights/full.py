@@ -1,7 +1,7 @@
 """Gather full state dicts of split models and their optimizers on the CPU of rank 0, and load them.
 
-Both work tensor by tensor: besides its shards, a rank needs memory for one full tensor, and rank 0 also for the state
-dict.
+Gathering and loading work tensor by tensor: in addition to its shards, a rank needs memory for one full tensor, and rank 0
+also for the state dict.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -165,7 +165,7 @@ def _load_tensors(
 
 
 def _by_target(names: Iterable[str], tied: Mapping[str, str]) -> dict[str, str]:
-    """Map each target to the first of `names` that means it (`tied` has the other names of a target)."""
+    """Map each target to the first of `names` that is a name of it. A target may have several names, which `tied` maps."""
     first_names: dict[str, str] = {}
     for name in names:
         first_names.setdefault(tied.get(name, name), name)
@@ -185,7 +185,7 @@ def _find_fault(
     target_shapes = {name: tensor.shape for name, tensor in targets.items() if strict or name in names}
     values = state or {}
     others = {
-        "tied here, and of different values": [
+        "tied in the model, but with different values in the state": [
             f"{name} and {names[tied[name]]}"
             for name in values
             if name in tied and not torch.equal(values[name], values[names[tied[name]]])

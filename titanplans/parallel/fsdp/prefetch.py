@@ -20,8 +20,8 @@ def check_depth(config: FSDP2Config, option: str, units: int, ranks: int) -> Non
 def chain_units(model: nn.Module, units: Sequence[FSDPUnit], forward: int, backward: int) -> None:
     """Let each unit prefetch the next `forward` units in the forward, and the next `backward` units in the backward.
 
-    0 leaves torch's default. `units` are the result of `find_units`. The root, embedding, blocks and ends are one chain of
-    units. Each tower is a chain of its own, since a batch may have no images.
+    0 leaves torch's default. `units` are the result of `find_units`. The root, the embedding, the blocks, and the final norm
+    with the head are one chain of units. Each vision tower is a separate chain, since a batch may have no images.
     """
     if not forward and not backward:
         return
