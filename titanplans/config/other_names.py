@@ -7,7 +7,7 @@ import tomli
 
 
 class Renamed(NamedTuple):
-    """The name here of an option of another project."""
+    """An option of another project, and the key that it is renamed to."""
 
     to: str
     """The key here."""
@@ -30,7 +30,7 @@ RENAMED = {old: Renamed(to, of) for of, names in _TABLES["renamed"].items() for 
 """Maps a key of torchtitan, flame or NeMo Automodel to the key here."""
 
 ELSEWHERE = {name: ours for ours, names in _TABLES["elsewhere"].items() for name in names}
-"""Maps the name, without a section, of an option of other tools to the key here."""
+"""Maps an option of other tools, which has no section, to the key of a job here."""
 
 AUTOMODEL: dict[str, str] = _TABLES["automodel"]
 """Maps NeMo Automodel's name of an option to the option of a strategy here."""

@@ -143,7 +143,7 @@ def find_plan(source: PlanSource, model: nn.Module, *, derive: bool = False) -> 
 
 
 def resolve_plan(source: PlanSource, model: nn.Module, options: TPOptions, *, derive: bool = False) -> TPPlan:
-    """Return the plan that `find_plan` finds, with `options`, to which the float8 recipe of `model` is added.
+    """Return the plan that `find_plan` finds, created with `options` and the float8 recipe of `model`.
 
     Raises:
         PlanError: as `find_plan`.

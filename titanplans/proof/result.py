@@ -108,7 +108,7 @@ class CaseResult:
 
     @property
     def beyond_tolerance(self) -> bool:
-        """Whether the case fails only by differences that might be within the tolerance of a larger unit."""
+        """Whether the case may pass with a larger unit: it fails only by differences that exceed their tolerance."""
         failed = [check for check in self.checks if not check.passed]
         is_measured = all(check.what not in ("runs", "replicas", "tied") for check in failed)
         return bool(failed) and is_measured and not self.missing and not self.unexpected

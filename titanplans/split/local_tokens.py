@@ -17,7 +17,7 @@ from titanplans.text import user_line
 
 
 class GatherPermission(NamedTuple):
-    """Whether a plan lets code that needs all tokens of hidden states gather them, and what the error says otherwise."""
+    """Whether a plan permits code to gather all tokens of hidden states, and the facts for the error if it does not."""
 
     granted: bool
     remedy: str

@@ -100,11 +100,13 @@ class LazyTensor:
 def lazy_tensors(
     tensors: Mapping[str, torch.Tensor | LazyTensor], read: Callable[[str], torch.Tensor]
 ) -> dict[str, LazyTensor]:
-    """Return lazy tensors whose values can only be read completely. The last tensor read is cached, for its other boxes.
+    """Return lazy tensors whose values can only be read completely.
+
+    The tensor that was read last is cached, since several of its boxes may be read one after the other.
 
     Args:
         tensors: tensors with the shapes and dtypes, e.g. on meta.
-        read: returns all values of the tensor of a name, or a tensor on meta on a rank without values.
+        read: takes the name of a tensor and returns all its values; on a rank without values, it returns a tensor on meta.
     """
     last: dict[str, torch.Tensor] = {}
 

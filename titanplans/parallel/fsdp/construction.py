@@ -13,7 +13,8 @@ from titanplans.torch_private.swapped import swapped
 
 @contextmanager
 def independent_of_world() -> Iterator[None]:  # private: torch chunks all shards
-    """In the body of the `with`, `fully_shard` does only this rank's work; its shards and meshes are the same as without.
+    """In the body of the `with`, `fully_shard` does only this rank's work. The resulting shards and meshes are the usual
+    ones.
 
     FSDP2 of torch 2.13 makes the chunks of each parameter for all ranks, and uses one chunk. For each parameter that is
     split over tensor-parallel ranks it also creates a 2-D mesh, which holds a tuple of all ranks (150 kB at 4,096 ranks).
