@@ -101,8 +101,8 @@ def check_plan(
         plan: a user's plan: a TPPlan class, a dict of module names and styles, a function that returns such a dict, or the
             "module:name" of one of these. None: the plan registered for `model.config.model_type`, or, for a model without
             a config, for its own `model_type` or class name.
-                derive: if `plan` is None and no plan is registered, use the plan that `titanplans derive --keep` has proved for a model
-            of this structure. Nothing is derived here.
+        derive: if `plan` is None and no plan is registered, use the plan that `titanplans derive --keep` has proved for a
+            model of this structure. Nothing is derived here.
         dtype: dtype of the weights in products, if FSDP2's mixed precision casts them. None: the parameters' dtype.
 
     Returns:

@@ -50,8 +50,8 @@ def unify_tied(
         tied: maps the name of a tied parameter to the name that it is tied to.
 
     Returns:
-                A pair. First, the tensors by name; a tied tensor is only under the name that it is tied to. Second, the copies of
-            tied tensors that were left out, by their own names.
+        A pair. First, the tensors by name; a tied tensor is only under the name that it is tied to. Second, the copies
+            of tied tensors that were left out, by their own names.
     """
     unified, copies = dict(tensors), {}
     for name, source in tied.items():

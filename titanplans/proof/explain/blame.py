@@ -67,7 +67,7 @@ def simpler(scenario: Scenario, plain: Scenario, fails: Callable[[Scenario], boo
     removed one by one, the largest first, and stay removed if the rest still fails.
 
     Args:
-                scenario: a scenario that fails.
+        scenario: a scenario that fails.
         plain: the scenario without conditions.
         fails: proves a scenario, and returns whether it fails.
     """

@@ -117,7 +117,7 @@ def _on_rank(rank: int, name: str, action: Callable[[], str]) -> str:
     """Run `action` on one rank of torchrun; return its result on this rank and on all other ranks that call this function.
 
     Args:
-                rank: the rank that runs `action`.
+        rank: the rank that runs `action`.
         name: a name for the action, the same on all ranks.
         action: returns a text.
 
