@@ -246,7 +246,7 @@ REFUSED = {
     '"relu" is no operator': lambda: applied(per_op(keep_operators=("relu",))),
     '"aten::relu.loud" is no operator': lambda: applied(per_op(keep_operators=("aten::relu.loud",))),
     "draws random numbers": lambda: applied(per_op(keep_operators=("aten::native_dropout",))),
-    "which per_op_sac_matmuls decides": lambda: applied(per_op(keep_operators=("aten::mm",))),
+    "per_op_sac_matmuls decides about these": lambda: applied(per_op(keep_operators=("aten::mm",))),
     "exceptions to per_op_sac_matmuls": lambda: per_op(matmuls="none", force_recompute_mm_shapes_by_fqns=("o_proj",)),
     "in no name of a Linear": lambda: applied(per_op(force_recompute_mm_shapes_by_fqns=("router",))),
     "no other operator is kept": lambda: per_op(matmuls="none", keep_attention=False, keep_collectives=False),

@@ -58,7 +58,7 @@ REFUSED = [
     ({"load_step": 4}, "", "there is no .*/step-4"),
     ({"load_step": 4}, "4 8", r'later checkpoints, up to step-8, .*initial_load_path = ".*/step-4"'),
     ({"load_step": 4}, "4 10", "later checkpoints, up to step-10"),
-    ({"load_step": 8}, "4 8w", "step-8 holds only the weights .* leave load_step out"),
+    ({"load_step": 8}, "4 8w", "step-8 holds only the weights .* omit load_step"),
     (
         {},
         "4w 8w",
@@ -130,7 +130,7 @@ def test_a_damaged_manifest_is_refused_and_the_newest_intact_checkpoint_offered(
     for options in ({}, {"load_step": 8}):
         message = refused(tmp_path, **options)
         assert re.search(r"step-8/titanplans\.json is damaged .*; remove step-8 and step-6, ", message)
-        assert "the same command resumes from step-4, the newest intact one" in message
+        assert "the same command resumes from step-4, the newest intact checkpoint" in message
     for step in (8, 6):
         shutil.rmtree(tmp_path / f"step-{step}")
     assert decide(tmp_path) == Resume(tmp_path / "step-4", "training", FOLDER_OPTION)
@@ -148,7 +148,7 @@ def test_a_checkpoint_that_was_renamed_is_not_taken_for_another_step(tmp_path):
         write(tmp_path, step)
     renamed = (tmp_path / "step-4").rename(tmp_path / "step-9")
     message = refused(tmp_path)
-    assert message.startswith(f"checkpoint.folder: {renamed} holds step 4; ")
+    assert message.startswith(f"checkpoint.folder: {renamed} holds step 4, so the folder ")
     assert "remove step-9, and the same command resumes from step-6" in message
     # a job may start from a checkpoint with a name that is not a step's
     renamed_again = (tmp_path / "step-9").rename(tmp_path / "best")
