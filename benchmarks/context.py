@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def over_gloo(args: argparse.Namespace) -> None:
-    # With this threshold glibc returns freed memory to the system, so that the peak is that of live tensors.
+    # With this threshold glibc returns freed memory to the system, so that the peak contains only live tensors.
     os.environ.update(MALLOC_MMAP_THRESHOLD_="65536", OMP_NUM_THREADS="1")
     results: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
     for _ in range(args.rounds):

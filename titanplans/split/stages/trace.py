@@ -54,7 +54,7 @@ class BlockCall(NamedTuple):
     """One call of a block."""
 
     needs: frozenset[Value]
-    """The values that its arguments are, or are computed from."""
+    """The values that the block's arguments consist of, or are computed from."""
     returned: tuple[Returned, ...]
     structure: TreeSpec
     """The structure of its result."""
