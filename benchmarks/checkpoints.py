@@ -4,9 +4,9 @@
 
 Saving is measured in one process, with the variants interleaved: torch's `dcp.save`, which also syncs its files, and
 titanplans' save, which in addition computes checksums, writes the manifest and renames the folder. `titanplans check`, and
-loading with and without checksums, are measured next. The files are in the page cache, where reading is fastest and the
-relative cost of checksums is highest. At the end, a tiny job on two CPU ranks saves every second step, synchronously and
-asynchronously, and its memory and open files are measured.
+loading with and without checksums, are measured next. The files are in the page cache. Reading is fastest there, so this
+is the case in which checksums cost the largest fraction of the time. At the end, a tiny job on two CPU ranks saves every
+second step, synchronously and asynchronously, and its memory and open files are measured.
 """
 
 import argparse

@@ -3,13 +3,13 @@
     python -m benchmarks.context [--tokens 4096] [--rounds 3] [--layers 4]
     python -m benchmarks.context --fake [llama:3.1-8B job.toml ...] [--lengths 32640 262144] [--degrees 1 2 4 8]
 
-Trains a Llama of hidden size 512 in float32 on one sequence: the unsplit model on one rank, the others on two ranks over
-gloo. Tensor parallelism includes sequence parallelism. The variants are interleaved, each in new single-threaded processes,
-which run a warm-up step, a step whose collectives are counted, and a step that is timed. Bytes are those that a rank
-receives on a ring per step, without gradient reductions. Memory is the peak resident memory of a rank, minus its resident
-memory before the steps. With --fake, the peak of a rank's activations is measured on fake tensors instead
-(`benchmarks.context_memory`), for models and lengths that do not fit this machine. With context parallelism this peak is
-proportional to 1 / degree.
+Trains a Llama of hidden size 512 in float32 on one sequence: the unsplit model on one rank, the split models on two ranks
+over gloo. Tensor parallelism includes sequence parallelism. The variants are interleaved, each in new single-threaded
+processes, which run a warm-up step, a step whose collectives are counted, and a step that is timed. The bytes are what one
+rank receives per step if collectives use a ring. Gradient reductions are not counted. Memory is the peak resident memory
+of a rank, minus its resident memory before the steps. With --fake, the peak of a rank's activations is measured on fake
+tensors instead (`benchmarks.context_memory`), for models and lengths that do not fit this machine. With context
+parallelism this peak is proportional to 1 / degree.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def over_gloo(args: argparse.Namespace) -> None:
-    # With this threshold glibc returns freed memory to the system, so that the peak is that of live tensors.
+    # With this threshold glibc returns freed memory to the system, so that the peak contains only live tensors.
     os.environ.update(MALLOC_MMAP_THRESHOLD_="65536", OMP_NUM_THREADS="1")
     results: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
     for _ in range(args.rounds):

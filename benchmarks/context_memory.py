@@ -1,9 +1,9 @@
 """Measure the peak of a rank's activations on fake tensors. Nothing is computed, so no length or model is too large.
 
-The peak counts all live tensors that the forward and the backward create, without gradients of weights, which are dropped
-immediately. Blocks are recomputed and the loss is computed in chunks with the head, as in a job with long sequences. Llama's
-attention is torch's flash attention, and GLA's kernel is replaced by a function that allocates the same states. Other models
-use the CPU replacements of their kernels, which keep more memory.
+The peak counts all live tensors that the forward and the backward create. Gradients of weights are not counted, because
+they are dropped immediately. Blocks are recomputed and the loss is computed in chunks with the head, as in a job with long
+sequences. Llama's attention is torch's flash attention, and GLA's kernel is replaced by a function that allocates the same
+states. Other models use the CPU replacements of their kernels, which keep more memory.
 """
 
 import weakref
@@ -32,9 +32,10 @@ MODELS = ("llama:3.1-8B", "gla:7B")
 
 
 class Peak(TorchDispatchMode):
-    """Counts the bytes of live fake tensors, except for the weights of `model` and tensors with the shape of a weight.
+    """Counts the bytes of live fake tensors, without the weights of `model` and without tensors that have the shape of a
+    weight.
 
-    The latter are assumed to be gradients of weights.
+    A tensor with the shape of a weight is assumed to be the gradient of a weight.
 
     Attributes:
         bytes: the peak so far.
@@ -129,7 +130,7 @@ def _step(model: nn.Module, ids: torch.Tensor) -> Callable[[], None]:
         return loss.detach().expand(shape)
 
     def step() -> None:
-        # Replaced, because the stand-in for logits is not a fake tensor.
+        # This function is replaced, because the stand-in for logits is not a fake tensor.
         fused_head.stand_in = keep_loss  # type: ignore[assignment]
         with fused(ids):
             model(ids)
@@ -151,7 +152,8 @@ def _chunk_gla(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tenso
 
 
 class _LinearAttention(torch.autograd.Function):
-    """Allocates the same tensors as flash-linear-attention's GLA kernels: a state per chunk, in the backward in float32."""
+    """Allocates the same tensors as flash-linear-attention's GLA kernels: one state per chunk. The backward's are in
+    float32."""
 
     @staticmethod
     def forward(ctx: Any, q, k, v, g):

@@ -1,8 +1,8 @@
 """python -m benchmarks.cpu_kernels [--threads 1] [--repeats 9]
 
-Compare two CPU implementations of gated linear attention: the chunked one of `titanplans.kernels` and FLA's naive recurrence
-(a loop over tokens). Prints milliseconds per forward and backward in float32, with the two interleaved, their ratio, and the
-memory of tensors saved for the backward. Takes about a minute.
+Compare two CPU implementations of gated linear attention: chunks, as in `titanplans.kernels`, and a loop over tokens, as
+in FLA's naive recurrence. Prints milliseconds per forward and backward in float32, with the two interleaved, their ratio,
+and the memory of tensors saved for the backward. Takes about a minute.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from fla.ops.gla.naive import naive_recurrent_gla
 from titanplans.kernels.recurrent import chunks
 from titanplans.training.launch.exit_status import finish
 
-# Batch size, tokens, heads, key size and value size per head. The last shape is that of a layer of the 340M flavor.
+# Batch size, tokens, heads, key size and value size per head. The last shape is the shape in a layer of the 340M flavor.
 SHAPES = [(2, 64, 4, 16, 32), (2, 512, 4, 64, 128), (1, 2048, 4, 64, 128), (1, 512, 4, 128, 256)]
 CHUNK_SIZES = (16, 32, 64, 128)
 

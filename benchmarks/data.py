@@ -4,8 +4,8 @@
 
 The corpus is Python's standard library in two .jsonl files, tokenised with titanplans' byte-level BPE. The variants are
 interleaved, each in a new process of one thread without workers. "first batch" is the time until the first batch, with
-files that were converted before. Memory is resident memory after a tenth of the tokens and at the end. The demand is that
-of a job: GLA in its debug size in one process on this machine.
+files that were converted before. Memory is resident memory, after a tenth of the tokens and at the end. The demand is the
+number of tokens per second that a job trains on: GLA in its debug size, in one process on this machine.
 """
 
 import argparse

@@ -7,25 +7,28 @@ Takes three minutes on two busy cores. Variants are interleaved; times are media
 Steps: a small Qwen3-MoE is trained in float32, over gloo, on 2 and 4 processes of one thread each. The cores are shared with
 other jobs, so absolute times vary between runs: compare only the rows of one table. The model is split over tensor-parallel
 (tp) or context-parallel (cp) ranks, and the experts are split by width (tp without ep), not at all (cp without ep), or by
-expert (ep). MB are received per rank (mean over ranks), without gradient reductions. The recorder counts an uneven
-all-to-all as an even one of size max(sent, received). "In experts" has the all-to-alls of tokens; with tp alone it has those
-of the packed weight, which is stored sharded along a different dimension than the one it is used along. The bound is exact
-for the routing of this run: each token is sent once per chosen expert on another rank, there and back, in the forward and in
-the backward. "Once" is the bound if a token is sent only once to each rank, whatever the number of its experts there.
+expert (ep). The columns in MB are the bytes that a rank receives (mean over ranks), without gradient reductions. The
+recorder counts an uneven all-to-all as an even one of size max(sent, received). "In experts" is the part of the
+all-to-alls that send tokens. With tp alone no tokens are sent; the column then shows the all-to-alls of the packed weight,
+which is stored sharded along one dimension and used sharded along another. "Bound" is computed from the routing of this
+run: each token is sent once for each of its experts on another rank, and its result is sent back, in the forward and in
+the backward. "Once" is the same bound if a token is sent only once to each rank, even if several of its experts are there.
 
-Host time: one mixture of experts on one rank, computed by the module's forward and by the dispatch, whose all-to-alls (gloo)
-send everything to this rank itself. Milliseconds are processor time of the calling thread.
+Host time: one mixture of experts on one rank, computed once by the module's forward and once by the dispatch. With one
+rank, the all-to-alls of the dispatch (gloo) send everything to this rank itself. Milliseconds are processor time of the
+calling thread.
 
-Memory: one of 8 ranks of torch's fake process group with Qwen3-30B-A3B. Nothing is allocated; GB are 1e9 bytes. Parameters,
-gradients and AdamW's state are those of `parallelize` and AdamW on meta, in float32. Activations are the peak of a step on
-fake tensors in bfloat16 (`benchmarks.context_memory`), with all blocks recomputed, chunked loss, and tokens evenly
-distributed over ranks, which no router does. There are 4080 tokens per FSDP rank, because at 4096 some activations have the
-shape of a weight and would not count. Only 4 blocks run; for the other 44, the bytes of their saved inputs are added. The
-result agrees with a run of all 48. "A block": its parameters, gathered in bfloat16. Not included: prefetched blocks,
-gradients before their reduction and their buffers, the gathered embedding and head, CUDA, its libraries and fragmentation.
-"All bf16": states in bfloat16. "Published": the peak on 8 H100 in transformers' documentation (expert_parallelism.md) with
-ep_size = tp_size = 8, 4, 2 and fsdp_size for the rest, for fine-tuning in bfloat16 at 2048 tokens. Its dtypes and settings
-differ from those here, and it does not say how the peak was measured.
+Memory: one of 8 ranks of torch's fake process group with Qwen3-30B-A3B. Nothing is allocated; a GB is 1e9 bytes. The bytes
+of parameters, gradients and AdamW's state are counted on meta, in float32, after `parallelize`. "Activations" is the peak of
+a step on fake tensors in bfloat16 (`benchmarks.context_memory`), with all blocks recomputed and chunked loss. The tokens are
+distributed evenly over the ranks; a real router does not distribute them evenly. There are 4080 tokens per FSDP rank,
+because at 4096 some activations would have the shape of a weight and would not count. Only 4 blocks run; for the other 44,
+the bytes of their saved inputs are added. The result agrees with a run of all 48 blocks. "A block" is the size of a block's
+parameters, gathered in bfloat16. Not included are prefetched blocks, gradients before their reduction and their buffers, the
+gathered embedding and head, CUDA with its libraries, and fragmentation. "All bf16" is the sum if all states are in bfloat16.
+"Published" is the peak that transformers' documentation (expert_parallelism.md) gives for fine-tuning on 8 H100 in bfloat16
+at 2048 tokens, with ep_size = tp_size = 8, 4 or 2 and fsdp_size for the remaining ranks. Its dtypes and settings differ
+from the ones here, and the documentation does not say how the peak was measured.
 """
 
 import argparse
@@ -287,7 +290,8 @@ def activations(degrees: Degrees) -> int:
 
 
 class EvenRouting(TorchDispatchMode):
-    """Returns `token_count` for every `.item()` of a dispatch, so that as many tokens are sent to each rank as received."""
+    """Returns `token_count` for every `.item()` of a dispatch, so that a rank sends and receives the same number of
+    tokens."""
 
     token_count = 0
 

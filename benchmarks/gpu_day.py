@@ -35,7 +35,7 @@ class Machine(NamedTuple):
     count: int
     """The number of GPUs, or in a dry run the number of processes."""
     no_trainer: str | None
-    """Why torchtitan's Trainer can't run here; None: it can."""
+    """The reason why torchtitan's Trainer can't run here; None: the Trainer can run."""
     models: tuple[str, ...]
     """The models to prove."""
     quick: bool
@@ -104,7 +104,7 @@ def weights(m: Machine) -> Iterator[Run]:
 
 
 def optimizers(m: Machine) -> Iterator[Run]:
-    """The step of Muon compared to that of AdamW, on this machine's CPU."""
+    """The optimizer step of Muon and of AdamW, compared on this machine's CPU."""
     yield _benchmark("optimizers", *m.sized("--rounds", "1", "--hidden", "128", "--layers", "1"))
 
 
@@ -115,7 +115,7 @@ def checkpoints(m: Machine) -> Iterator[Run]:
 
 
 def verify(m: Machine) -> Iterator[Run]:
-    """The proof of each plan with GPU kernels, FLA's in float32: all ranks on one GPU, and one rank per GPU over NCCL."""
+    """The proof of each plan with GPU kernels, first with all ranks on one GPU, then with one rank per GPU over NCCL."""
     quick = ("--quick",) if m.quick else ()
     for model in m.models if m.device == "cuda" else ():
         command = (

@@ -36,7 +36,7 @@ class Run(NamedTuple):
     minutes: float = 10
     """The time limit."""
     skipped: str | None = None
-    """Why the run is skipped; None: it is not."""
+    """The reason why the run is skipped; None: the run is started."""
 
 
 class Result(NamedTuple):
@@ -131,7 +131,7 @@ class _Started:
         if status == 0:
             return Result(self.part, self.run, "done", seconds, printed)
         errors = errors.partition("failed (exitcode")[0]  # without torchrun's summary
-        # A refusal of titanplans is one line.
+        # If titanplans refuses the run, its error is one line.
         refusal = re.search(r"^(?:\[rank0\]:)?error: .*", errors, re.M)
         if status is not None and refusal:
             return Result(self.part, self.run, "refused", seconds, refusal[0])

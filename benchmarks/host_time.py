@@ -2,14 +2,13 @@
 
     python -m benchmarks.host_time [--rounds 20] [--only unsplit "tp 2"] [--profile]
 
-A Qwen3 of hidden size 64 runs on 2 x 16 tokens in float32, eager, with one thread, on rank 0 of torch's fake process group,
-whose collectives return at once. So neither matrix products nor the network are measured, but the time that a fast GPU
-waits for.
-The variants are interleaved in one run, step by step. Milliseconds are medians of the thread's processor time. The ratio is
-to the variant without tensor parallelism: "unsplit", or "FSDP2" for variants with FSDP2. The forward ends with the full
-logits. Loss and optimizer, which are the same for all variants, are not measured. With --profile each variant runs again
-under cProfile, which slows Python but not torch's operators. A second table shows in which code the time of a step is
-spent.
+A Qwen3 of hidden size 64 runs on 2 x 16 tokens in float32, eager, with one thread, on rank 0 of torch's fake process
+group. The group's collectives return at once, and the matrix products are tiny. What remains is the time of Python and of
+torch's dispatcher, for which a fast GPU would wait. The variants are interleaved in one run, step by step. Milliseconds
+are medians of the thread's processor time. The ratio compares a variant with the one without tensor parallelism:
+"unsplit", or "FSDP2" for variants with FSDP2. The forward ends with the full logits. Loss and optimizer, which are the
+same for all variants, are not measured. With --profile each variant runs again under cProfile, which slows Python but not
+torch's operators. A second table shows in which code the time of a step is spent.
 """
 
 import argparse
@@ -54,11 +53,11 @@ SOURCES = {
     "FSDP2": ("torch/distributed/fsdp/", "titanplans/parallel/"),
     "model": ("transformers/", "torch/nn/"),
 }
-"""Parts of the paths of each source's files. A function's time counts for the first source that matches its file. If none
-matches, it counts for the function's callers."""
+"""By source, strings that the paths of its files contain. The time of a function counts for the first source that matches
+the function's file. If no source matches, the time counts for the function's callers."""
 REST = "engine"
-"""The time that no source accounts for: that of autograd's engine, and of what only the engine calls, such as the model's
-backward in C++."""
+"""The remaining time: autograd's engine, and functions that only the engine calls, such as the backward of torch's own
+operators in C++."""
 
 
 def main() -> None:
@@ -199,7 +198,7 @@ def by_tokens(summed: bool) -> Callable[[nn.Module], nn.Module]:
     """Return a function that applies context parallelism.
 
     Args:
-        summed: whether the plan sums gradients over the ranks; otherwise data parallelism has to.
+        summed: whether the plan sums gradients over the ranks; if not, data parallelism has to sum them.
     """
 
     def by_plan(model: nn.Module) -> nn.Module:
@@ -214,7 +213,7 @@ def sharded(sequence_parallel: bool | None) -> Callable[[nn.Module], nn.Module]:
     """Return a function that shards a model with FSDP2.
 
     Args:
-        sequence_parallel: option of tensor parallelism of degree 2, which is applied before; None: no tensor parallelism.
+        sequence_parallel: the option of tensor parallelism of degree 2, which is applied before FSDP2. None: FSDP2 alone.
     """
 
     def by_fsdp(model: nn.Module) -> nn.Module:

@@ -3,10 +3,10 @@
     python -m benchmarks.loss [--rounds 1] [--tokens 2048] [--vocabulary 262144] [--hidden 640] [--dtype float32]
 
 The defaults are Gemma 3's vocabulary and the hidden size of its 270M model. The variants are interleaved, each in two new
-processes that run a warm-up step of eight tokens and a timed step, forward and backward. Memory is the peak resident memory
-of a rank, minus its resident memory before the first step, when it holds the weight and the hidden states. Freed memory is
-returned to the system (`MALLOC_MMAP_THRESHOLD_`), so the peak is that of live tensors. The printed losses and sums of
-absolute gradients should agree between the variants.
+processes that run a warm-up step of eight tokens and a timed step, forward and backward. Memory is the peak resident
+memory of a rank, minus its resident memory before the first step. At that time the rank already has the weight and the
+hidden states. Freed memory is returned to the system (`MALLOC_MMAP_THRESHOLD_`), so the peak contains only live tensors.
+The printed losses and sums of absolute gradients should agree between the variants.
 """
 
 import argparse

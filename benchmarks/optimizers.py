@@ -4,7 +4,7 @@
 
 The model is a Llama in float32, with one thread per rank. The variants are interleaved in one run. The table shows the
 median seconds of a step, the bytes of optimizer state on a rank, and the peak of additional memory in a step on rank 0.
-"redundant Muon" gathers every matrix on every rank, and every rank orthogonalises it.
+With "redundant Muon", every rank gathers and orthogonalises every matrix.
 """
 
 import argparse

@@ -3,9 +3,9 @@
     python -m benchmarks.parallelize [--models gla-7B] [--worlds 8 4096] [--repeats 3] [--only cost]
 
 The first table is for models on meta and rank 0 of a fake process group, with tensor parallelism of degree 8 and FSDP over
-the other ranks. The second is the memory of one of four ranks in a real training step. Seconds are processor time. The work
-is on one thread that never waits, so on an idle machine wall time is the same; the measured ratio is printed. Memory is the
-growth of resident memory. Needs Linux and glibc, but no GPU; takes four minutes.
+the other ranks. The second is the memory of one of four ranks in a real training step. Seconds are processor time. All work
+is done by one thread that never waits, so on an idle machine the wall time is the same; the script prints the ratio of the
+two. Memory is the growth of resident memory. The script needs Linux and glibc, but no GPU, and takes four minutes.
 """
 
 import argparse
@@ -43,7 +43,7 @@ WORLDS = (8, 512, 4096)
 RANKS, ROWS, TOKENS = 4, 4, 64
 """The processes of the training step, the sequences of the global batch, and the tokens of a sequence."""
 M_MMAP_THRESHOLD = -3
-"""The constant of that name in glibc's malloc.h."""
+"""The value of this constant in glibc's malloc.h."""
 
 
 class Model(NamedTuple):
@@ -52,7 +52,7 @@ class Model(NamedTuple):
     name: str
     flavor: str
     blocks: tuple[str, ...]
-    """The names of the lists of blocks, the decoder's first."""
+    """The names of the model's lists of blocks. The decoder's list comes first."""
     embedding: str
     block: dict[str, str]
     """The split modules of a decoder block, each c(olwise) or r(owwise)."""
@@ -212,8 +212,9 @@ def report_step() -> None:
 def step(rank: int, ranks: int, store: str, returns: bool) -> tuple[int, float, float]:
     """Train a model for a step; return its number of parameters, this process's peak in MB, and the loss of its tokens.
 
-    With `returns`, glibc returns freed tensors to the system. By default it keeps freed tensors below 32 MB in its heap.
-    Later allocations there prevent their release, so gathered blocks accumulate.
+    With `returns`, glibc returns the memory of freed tensors to the system. By default it keeps the memory of tensors
+    below 32 MB in its heap. Later allocations in the heap prevent the release of this memory, so gathered blocks
+    accumulate.
     """
     torch.set_num_threads(1)
     if returns and not ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536):
@@ -250,7 +251,7 @@ def mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def peak_memory() -> Callable[[], float]:
-    """Return a function that returns by how many MB resident memory has grown at most since this call."""
+    """Return a function that returns the largest growth of resident memory since this call, in MB."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # so that memory that was freed earlier is not used again
     with open("/proc/self/clear_refs", "w") as file:

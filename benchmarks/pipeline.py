@@ -5,8 +5,8 @@
 computed: idle time of p = 4 ranks with v stages of equal cost each and m micro batches, without communication.
 
 measured: medians over steps of a GLA with 8 equal blocks and a small vocabulary, on two single-threaded gloo ranks; the
-schedules are interleaved. The measured idle time is compared with the idle time of the schedule if each computation takes
-time in proportion to its FLOPs, and if it takes its measured median.
+schedules are interleaved. The measured idle time is compared with two computed idle times of the same schedule: each
+computation takes time in proportion to its FLOPs, or each takes the median of its measured times.
 
 host: processor time of a middle stage's forward and backward, compared with calling its (tiny) blocks directly, on one
 thread. Runs are interleaved, and the ratio is the median of the rounds' ratios.
@@ -175,7 +175,7 @@ def host(args: argparse.Namespace) -> None:
 
 
 def variants(model: Any) -> Iterator[Callable[[], float]]:
-    """Yield two functions: they return the seconds of calling the second stage's blocks directly, and of the stage."""
+    """Yield two functions. The first runs the second stage's blocks directly, the other the stage; both return seconds."""
     from titanplans.training.pipeline.stage import trace_on_meta
 
     size = LAYERS // STAGES

@@ -2,14 +2,14 @@
 
     python -m benchmarks.step [--models gla qwen3] [--variants eager compile] [--tp 2] [--rounds 10]
 
-On a GPU the models are gla-340M, transformer-340M and qwen3-0.6B in bfloat16, otherwise the debug flavors on the CPU in
-float32 with emulated float8, which shows the cost of emulation and not the gain of float8.
+On a GPU the models are gla-340M, transformer-340M and qwen3-0.6B in bfloat16. Without a GPU, they are the debug flavors in
+float32 with emulated float8; these runs show the cost of emulation and not the gain of float8.
 
 Each variant of a model has separate processes. The variants are interleaved, step by step, so that other load slows all of
 them: read the ratios to the first variant. A step is forward, loss, backward, clipping and AdamW with `ParallelManager`.
 "first" is the time of the first two steps minus twice the median of the later ones, with an empty Inductor cache unless
---cached. Memory is the peak of the later steps: memory allocated by torch on a GPU, else the resident memory of one process
-(Linux).
+--cached. Memory is the peak of the later steps: on a GPU the memory that torch allocated, otherwise the resident memory of
+one process (Linux).
 """
 
 import argparse
@@ -128,7 +128,7 @@ def work(
     variants: dict[str, Variant],
     folder: str,
 ) -> None:
-    """Run one rank of one variant. It runs a step whenever it is the variant's turn."""
+    """Run one rank of one variant. The rank waits for the variant's turn before each step."""
     turn, rank = divmod(rank, args.tp)
     variant = list(variants)[turn]
     if not args.cached:

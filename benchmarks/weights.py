@@ -5,18 +5,18 @@
 
 `start` loads a Llama in bfloat16, in files of 200 MB. The variants are interleaved, each in new single-threaded processes:
 transformers' `from_pretrained` in one process; torch's `set_model_state_dict` on two ranks, where rank 0 reads all files and
-broadcasts each full parameter; and `titanplans.load_weights`, where each rank reads its shards. Each is measured with the
-files in the page cache, and without.
+broadcasts each full parameter; and `titanplans.load_weights`, where each rank reads its shards. Each variant is measured
+twice: with the files in the page cache, and without.
 
 `bandwidth` compares writing and reading the same bytes by a plain copy and a plain read of the files, by transformers, and
 by `titanplans.save_weights` and `load_weights` at tp 2. Written files are synced to the disk, and read files are in the page
 cache.
 
-Seconds are those of the slowest rank. The two variants on two ranks start from the split model on meta and end when its
-last value is loaded; `from_pretrained` also builds the model, and saving starts from a loaded model. Memory is the growth
-of each rank's peak, twice: anonymous memory alone, and including pages of mapped files, which ranks share and the system
-can reclaim. "values" are the bytes requested from the files, "disk" those that the kernel read from the disk for all
-processes.
+Seconds are the time of the slowest rank. The two variants on two ranks start from the split model on meta and end when the
+last value of the model is loaded. `from_pretrained` also builds the model. Saving starts from a loaded model. Memory is the
+growth of each rank's peak, in two columns: anonymous memory alone, and anonymous memory together with pages of mapped files.
+Ranks share the pages of mapped files, and the system can reclaim them. "values" are the bytes that a program requests from
+the files, and "disk" the bytes that the kernel reads from the disk for all processes.
 """
 
 import argparse
@@ -45,9 +45,9 @@ class Measured(NamedTuple):
 
     seconds: float
     anonymous: int
-    """Peak bytes of anonymous memory, minus those before the load."""
+    """The peak of anonymous memory minus the anonymous memory before the load, in bytes."""
     mapped: int
-    """Peak bytes of anonymous memory and pages of mapped files, minus those before the load."""
+    """The same growth in bytes, for the sum of anonymous memory and pages of mapped files."""
     values: int
     """Bytes of values read from, or written to, the files; -1: unknown."""
     disk: int
@@ -226,7 +226,7 @@ def _proc_value(key: str, file: str) -> int:
 
 
 def _memory() -> tuple[int, int]:
-    """Return this process's anonymous memory, and the same with pages of mapped files."""
+    """Return the anonymous memory of this process, and its sum with the pages of mapped files, in bytes."""
     anonymous = _proc_value("RssAnon", "status")
     return anonymous, anonymous + _proc_value("RssFile", "status")
 

@@ -23,7 +23,7 @@ COLUMNS = {
     "mlp": (("gate_proj", "up_proj"), ("silu, product|local width",), ("down_proj",)),
 }
 """The modules of each region from left to right. `words|more words` is code without parameters."""
-SHARE = {"self_attn": "heads", "mlp": "width"}
+SPLIT = {"self_attn": "heads", "mlp": "width"}
 NORMS = {"self_attn": "input_layernorm", "mlp": "post_attention_layernorm"}
 WIDTH, HEIGHT, STREAM = 1240, 390, 64
 BOX, ROW, GAP = 100, 54, 12
@@ -62,7 +62,7 @@ def picture() -> str:
 
 
 def of_block() -> dict[str, str]:
-    """Return the style of each module of the first block, named as a plan's author writes it."""
+    """Return the style of each module of the first block, with the style's name in a plan, such as "colwise"."""
     model = modeling.build(modeling.load_config(MODEL, "debug", num_hidden_layers=1))
     prefix = "model.layers.0."
     found = {
@@ -99,7 +99,7 @@ def region_on_stream(
         f'<line x1="{left + 76}" y1="{middle}" x2="{inside}" y2="{middle}"/>',
         f'<rect x="{inside}" y="{top}" width="{width}" height="{bottom - top}" rx="8" fill="#f6f8fa" '
         'stroke="#57606a" stroke-dasharray="5 4"/>',
-        f'<text x="{inside + width / 2}" y="{top + 20}">{name}: whole sequence, share of the {SHARE[name]}</text>',
+        f'<text x="{inside + width / 2}" y="{top + 20}">{name}: full sequence, one slice of the {SPLIT[name]}</text>',
         f'<text class="comm" x="{inside - 34}" y="{top - 30}">all-gather</text>',
         f'<text class="comm" x="{inside - 34}" y="{top - 14}">backward: reduce-scatter</text>',
         f'<path d="M{inside - 32} {top - 8} V{middle - 6}" style="stroke:#9a3412;stroke-dasharray:2 3"/>',

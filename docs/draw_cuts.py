@@ -1,4 +1,4 @@
-"""Draw docs/cuts.svg: a plan's mixer that is split by weights, and below it the same mixer split by tokens.
+"""Draw docs/cuts.svg: a mixer split by weights (tensor parallelism), and below it the same mixer split by tokens.
 
     python docs/draw_cuts.py     # docs/generate.py does it, too
 
@@ -16,7 +16,7 @@ CUTS = {
     "by weights, two ranks: each has all tokens, and the weights of its heads": (
         "all-gather|tokens",
         ("all tokens x own rows", "all tokens, own heads", "all tokens x own columns"),
-        "reduce-scatter|parts of a sum",
+        "reduce-scatter|partial sums",
         ("", ""),
     ),
     "by tokens, two ranks: each has its tokens, and all weights": (
@@ -26,7 +26,8 @@ CUTS = {
         ("all-to-all|tokens for heads", "all-to-all|heads for tokens"),
     ),
 }
-"""By title: what is sent at the entry, what each step multiplies, what is sent at the exit and between the steps."""
+"""By title, the text of the picture: the collective at the entry, the operands of each step, and the collectives at the exit
+and between the steps."""
 
 
 def picture() -> str:
@@ -34,7 +35,7 @@ def picture() -> str:
     styles = of_block()
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">',
-        "<title>A mixer cut by weights, and by tokens</title>",
+        "<title>A mixer split by weights, and by tokens</title>",
         f"<style>{STYLE}</style>",
         ARROW_TIP,
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',

@@ -15,13 +15,13 @@ from tests.support.imports import package_imports
 PICTURE = Path(__file__).parent / "house.svg"
 COLUMN, WIDTH, HEIGHT, MARGIN = 124, 92, 30, 16
 SLOT, LANE = 46, 16
-"""Heights in a column: of a package, and of a line that passes through."""
+"""The height that a package takes in a column, and the height that a line takes on its way through a column."""
 
 
 def picture() -> str:
     """Return the picture, as SVG. Each package is to the right of all packages that it imports.
 
-    An arrow that others imply is left out: that cli imports split follows from cli -> training -> split.
+    An arrow is left out if other arrows imply it. For example, cli -> training -> split implies cli -> split.
     """
     imports = package_imports()
 
@@ -33,8 +33,8 @@ def picture() -> str:
     def below(name: str) -> frozenset[str]:
         return frozenset(imports[name]).union(*map(below, imports[name]))
 
-    # The points of each column. (package, column) is the package's box in its own column; in another column, it is the line
-    # that passes through on its way to that box.
+    # The points of each column. (package, column) is the package's box if `column` is the package's own; in another
+    # column, it is the line that leads to this box.
     columns: defaultdict[int, set[tuple[str, int]]] = defaultdict(set)
     lines: set[tuple[tuple[str, int], tuple[str, int]]] = set()
     for name in imports:

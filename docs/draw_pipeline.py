@@ -1,4 +1,4 @@
-"""Draws docs/pipeline.svg: a schedule of a pipeline, as a job draws its own.
+"""Draws docs/pipeline.svg: a pipeline schedule, in the form in which a job draws its schedule.
 
 python docs/draw_pipeline.py     # docs/generate.py does it, too
 """

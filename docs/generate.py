@@ -23,7 +23,7 @@ def page_of(module: str) -> Callable[[], str]:
 
 
 def combinations() -> str:
-    """Return the page with all combinations of options, of which none is run."""
+    """Return the page of all combinations of options. The page needs only which are refused, so none is run."""
     module = import_module("tests.support.pages.combinations")
     return module.page({each: module.refusal(each) for each in module.ALL})
 

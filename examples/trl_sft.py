@@ -32,7 +32,7 @@ def texts() -> Dataset:
 
 
 def train(folder: str, degrees: Degrees | None, resume: str | None = None, **options) -> list[dict]:
-    """Train eight steps, and return the trainer's log. The arguments are the same as of `transformers_trainer.train`."""
+    """Train eight steps, and return the trainer's log. The arguments are explained at `transformers_trainer.train`."""
     defaults = dict(
         max_steps=8, save_steps=4, logging_steps=1, learning_rate=1e-3, report_to="none", bf16=False
     )

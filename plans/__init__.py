@@ -1,4 +1,4 @@
-"""The plans: how each architecture is split, one small file each. All modules in and below this package are discovered.
+"""The plans: one small file for each architecture. All modules in this package and its subpackages are discovered.
 
     from titanplans import TPPlan, register_plan
 

@@ -11,17 +11,17 @@ import torch
 from titanplans.training.trainer.device import no_trainer
 
 collect_ignore = []
-if no_trainer() is not None:  # on torch 2.11, on which everything but the trainer runs
+if no_trainer() is not None:  # on torch 2.11, with which only the trainer can't run
     collect_ignore += ["training", "docs", "cli/test_data.py", "cli/test_sweep.py", "test_torchrun.py"]
 if os.environ.get("TRITON_INTERPRET") != "1":  # make test-kernels sets it
     collect_ignore += ["kernels/interpreted"]
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it in its workers, and printed tables are wrapped to it
 # The tensors are tiny, and ranks are threads or processes, so more threads would only compete for the cores.
 torch.set_num_threads(1)
-# A shell starts background jobs with SIGINT ignored, nohup with SIGHUP ignored, and child processes inherit both.
+# A shell starts background jobs with SIGINT ignored, and nohup ignores SIGHUP. Child processes inherit ignored signals.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-    # A handler, because exec resets a handler but not an ignored signal.
+    # Install a handler instead of ignoring the signal: exec resets a handler, but keeps a signal ignored.
     signal.signal(signal.SIGHUP, lambda *_: None)
 # By default hypothesis fails slow examples, but on a busy machine slowness says nothing about the property.
 hypothesis.settings.register_profile("titanplans", deadline=None)

@@ -1,7 +1,8 @@
 """A split step on a simulated accelerator: a tensor on the wrong device, or a synchronisation with the device, raises.
 
 Fake tensors on torch's device "PrivateUse1" represent tensors on a GPU, and torch's fake process group represents NCCL. An
-operation on a tensor on the device and one that a step created on the CPU fails, and so does reading a value of a tensor.
+operation fails if one of its tensors is on the device and another was created on the CPU in this step. Reading a value of a
+tensor fails, too.
 Stand-ins replace FLA's kernels, because Triton needs a GPU. So neither Triton kernels nor values are tested here.
 """
 
@@ -25,8 +26,8 @@ from titanplans.parallel import clip_gradients, cross_entropy
 from titanplans.torch_private.distributed import fake_store
 
 NUMBER, COPY = "aten._local_scalar_dense", "aten::empty_strided"
-"""The operators that an error names: reading a tensor's value, and making a tensor from a Python list, which is copied to
-the device."""
+"""The operators that an error names. They read a tensor's value, or make a tensor from a Python list and copy it to the
+device."""
 OWN = {
     "cat": ("modeling_cat.py", NUMBER),
     "falcon": ("modeling_falcon.py", COPY),

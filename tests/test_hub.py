@@ -187,7 +187,9 @@ def test_errors_of_the_hub_are_one_line_each(hub, published, monkeypatch):
     commit = hub.publish("ada/model", published)
     with pytest.raises(ConfigError, match="no revision 'v2'; write a branch, a tag or a commit after @"):
         local_folder("ada/model@v2", "it")
-    with pytest.raises(ConfigError, match=rf"has no vocab.json at commit {commit}; name one that has it"):
+    with pytest.raises(
+        ConfigError, match=rf"has no vocab.json at commit {commit}; name a repository that has it"
+    ):
         local_folder("ada/model", "it", ("config.json", "vocab.json"))
     hub.gated.add("ada/model")
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")

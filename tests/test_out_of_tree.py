@@ -88,7 +88,7 @@ def test_the_package_is_listed_and_proved(installed):
 
 
 def test_async_tp_is_decided(installed):
-    """The example's weights are on the meta device until the model is split, as those of a model of transformers are."""
+    """The example's weights stay on the meta device until the model is split, like the weights of transformers' models."""
     out = output([], installed, is_decided)
     assert "2 x Block (Mixer, MLP), 1 graph" in out
     assert re.search(r"forward +all-gather .*  fused with mixer.qkv_proj", out)

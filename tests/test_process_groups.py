@@ -31,6 +31,6 @@ def test_a_case_next_to_a_failing_one_has_its_result(results, case):
 
 
 def test_a_failing_case_raises_its_failure(results):
-    # Either rank 1's failure is raised, or that rank 0 has lost the connection.
+    # Either the error of rank 1 is raised, or an error of rank 0, which has lost the connection.
     with pytest.raises(mp.ProcessRaisedException):
         results["fails"]

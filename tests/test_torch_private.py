@@ -63,7 +63,7 @@ def group():
 
 
 def test_disabled_torch_function():
-    """Otherwise each operation on a weight of a split model would go through Python."""
+    """torch still uses this attribute. Otherwise each operation on a weight of a split model would go through Python."""
 
     class Ours(torch.Tensor):
         __torch_function__ = dispatch.disabled_torch_function

@@ -1,8 +1,8 @@
 """The one list of tiny models that tests run: every registered architecture, and one that belongs to no library.
 
-`ARCHITECTURES` are few and use different features of the engine. Tests of a feature run over them.
-`FAMILIES` are other architectures, with variants of their options. Their plans are proved.
-`FURTHER` are architectures with plans like these, and are proved quickly.
+`ARCHITECTURES` has few architectures, which use different features of the engine. Tests of a feature run all of them.
+`FAMILIES` has other architectures, with variants of their options. Their plans are proved.
+`FURTHER` has architectures whose plans are like those in `FAMILIES`. Their plans are proved quickly, with one step.
 
     config = zoo.config("gla")                      # with the options that change a style of its plan
     config = zoo.config("gla", options=False)       # without these options
@@ -30,7 +30,7 @@ class Architecture(NamedTuple):
 
     sizes: dict[str, Any]
     options: dict[str, Any]
-    """Fields that change a style of the plan, or to which modules a style applies. A proof sets all of them together."""
+    """Config fields that change a style of the plan, or the modules that a style applies to. A proof sets all together."""
 
 
 _FLA = dict(hidden_size=64, num_hidden_layers=2, intermediate_size=48, vocab_size=96)
@@ -394,7 +394,7 @@ FURTHER: dict[str, dict[str, Any]] = {
     | _LINEAR_AND_FULL
     | dict(shared_expert_intermediate_size=24, num_experts=4),
 }  # fmt: skip
-"""Architectures whose plans are made of the same styles as those above: the config fields of one variant each.
+"""Further architectures: the config fields of one variant each. Their plans use the same styles as the plans above.
 
 `make test-all` proves each of them with one plain step for each way to split, and `verify --all` with all conditions."""
 
@@ -447,7 +447,8 @@ def plan(name: str) -> type[TPPlan]:
 
 
 def float32_of_routers() -> set[str]:
-    """Return the tensors that routers of DeepSeek-V3 and GLM-4.5 keep in float32, since 5.24 also the weight."""
+    """Return the tensors that routers of DeepSeek-V3 and GLM-4.5 keep in float32; since transformers 5.24 also the
+    weight."""
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3PreTrainedModel as Model
 
     weight = {"gate.weight"} if "gate.weight" in Model._keep_in_fp32_modules_strict else set()

@@ -4,7 +4,8 @@
     from titanplans import apply_plan, verify          # apply it, prove it
     from titanplans import parallelize                 # in torchtitan's trainer
 
-The public names. Each is imported where it is first used: a command line that is wrong, or `--help`, needs no torch.
+These are the public names. Each is imported when it is first used, so that `--help`, or a wrong command line, does not
+import torch.
 """
 
 from importlib import import_module

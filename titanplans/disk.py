@@ -1,7 +1,7 @@
 """Write files safely, and report a disk that refuses writes in one line. Imports no torch.
 
-This is for files that one rank writes by itself: its log, metrics, reports, a folder of weights. Errors of distributed
-checkpoints are raised on all ranks, and `titanplans.training.checkpoint.manager` reports them.
+The functions are for files that one rank writes by itself: its log, metrics, reports, a folder of weights. Errors of
+distributed checkpoints are raised on all ranks, and `titanplans.training.checkpoint.manager` reports them.
 """
 
 import errno
@@ -26,7 +26,7 @@ def is_refusal(error: BaseException | None) -> bool:
 
 
 def is_taken(path: Path) -> bool:
-    """Return whether a new folder at `path` would overwrite something: anything but an empty folder."""
+    """Return whether a new folder at `path` would overwrite something; an empty folder does not count."""
     return os.path.exists(path) and not (path.is_dir() and not any(path.iterdir()))
 
 
@@ -41,7 +41,7 @@ def sync(path: str | os.PathLike[str]) -> None:
 
 @contextmanager
 def name_file_in_errors(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Add a file's name to an OSError of the body that has none, as those of writes don't."""
+    """Add a file's name to an OSError of the body that has none, such as an error of `write`."""
     try:
         yield
     except OSError as error:

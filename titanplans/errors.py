@@ -1,4 +1,4 @@
-"""Errors whose messages are for users, and functions that word them.
+"""Errors whose messages are for users, and functions that format parts of the messages.
 
 The command line prints a `UserError` on one line and exits with status 2, or with 1 for a `RunError`. Any other exception is
 a bug, and keeps its traceback.
@@ -32,7 +32,7 @@ class PlanError(UserError):
 
 
 class ParallelError(UserError):
-    """A parallelism that is not possible, or not together with another one."""
+    """A parallelism that is not possible, or that can't be combined with another one."""
 
 
 class ConfigError(UserError):
@@ -40,10 +40,10 @@ class ConfigError(UserError):
 
 
 class OptionError(ConfigError, ParallelError):
-    """An option that can't have this value, or not together with another one.
+    """An option that can't have this value, or that can't be combined with another option.
 
     Attributes:
-        option: its name, with that of its group, if any: "fsdp_towers", "compile.mode".
+        option: its name, preceded by the name of its group if it has one: "fsdp_towers", "compile.mode".
         value: the value.
         reason: the reason and the remedy.
         where: the file and line of the value, if it is from a file: "job.toml, line 3".
@@ -57,7 +57,7 @@ class OptionError(ConfigError, ParallelError):
         return f"{self.where}{': ' * bool(self.where)}{self.option} = {show(self.value)}: {self.reason}"
 
     def renamed(self, option: str) -> "OptionError":
-        """Return the same error for another name of the option, such as a job's dotted key."""
+        """Return the same error with another name for the option, such as a job's dotted key."""
         return OptionError(option, self.value, self.reason, self.where)
 
 
@@ -74,7 +74,7 @@ class DataError(UserError):
 
 
 class VerifyError(UserError):
-    """A proof that can't be run as written, or not on this machine."""
+    """A proof that can't be run as written, or that this machine can't run."""
 
 
 class RunError(RuntimeError):
@@ -96,7 +96,8 @@ def either(values: Sequence[object]) -> str:
 
 
 def nearest(name: str, names: Collection[str], cutoff: float = 0.6) -> str | None:
-    """Return which of `names` is most similar to `name`, ignoring case; None if no ratio of difflib reaches `cutoff`."""
+    """Return the one of `names` that is most similar to `name`, ignoring case; None if no similarity (difflib's ratio)
+    reaches `cutoff`."""
     word, by_folded = name.casefold(), {other.casefold(): other for other in names}
     matches = difflib.get_close_matches(word, by_folded, cutoff=cutoff)
     # Prefer a name with the same letters: exchanging two letters is a common typo.

@@ -1,4 +1,4 @@
-"""The libraries that an optional part needs, and the error if one is not installed. Imports no torch."""
+"""The libraries of optional features, and the error if such a library is not installed. Imports no torch."""
 
 import importlib.util
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ class MissingLibrary(UserError, ImportError):
 
 
 def missing_library(package: str, purpose: str) -> MissingLibrary:
-    """Return the error that `purpose`, such as a command, needs `package`, a key of `EXTRAS`."""
+    """Return the error that `purpose` (such as a command) needs `package`, a key of `EXTRAS` that is not installed."""
     distribution, extra = EXTRAS[package]
     return MissingLibrary(
         f"{purpose} needs {distribution}, which is not installed: pip install 'titanplans[{extra}]', in a clone '.[{extra}]'"

@@ -1,4 +1,4 @@
-"""The Hugging Face Hub: `local_folder` for a model that is named, `push` for a folder to upload. Imports no torch."""
+"""The Hugging Face Hub: `local_folder` finds or downloads a model, `push` uploads a folder. Imports no torch."""
 
 import glob
 import json
@@ -38,7 +38,7 @@ MODEL_CARD = "README.md"
 """The file that the Hub shows as the model's card."""
 _SINGLE, _INDEX = constants.SAFETENSORS_SINGLE_FILE, constants.SAFETENSORS_INDEX_FILE
 _ERRORS = (OSError, httpx.HTTPError)
-"""What huggingface_hub raises if the Hub refuses a request, or can't be reached."""
+"""Errors that huggingface_hub raises if the Hub refuses a request, or can't be reached."""
 
 _log = logging.getLogger(__name__)
 
@@ -60,9 +60,10 @@ class Repository(NamedTuple):
 
 
 def repository_of(path: str) -> Repository | None:
-    """Return the repository that `path` names; None if it is a local path: it exists, or is not "owner/name[@revision]"."""
+    """Return the repository that `path` names; None for a local path, which exists or is not of the form
+    "owner/name[@revision]"."""
     name, at, revision = path.partition("@")
-    # A name that ends in .json or .toml is that of a file which does not exist.
+    # A name that ends in .json or .toml means a file that does not exist.
     if (
         os.path.exists(path)
         or name.count("/") != 1
@@ -80,8 +81,8 @@ def repository_of(path: str) -> Repository | None:
 def local_folder(path: str, what: str, required: Sequence[str] = (CONFIG,), *, weights: bool = False) -> str:
     """Return the local folder of a model: `path` itself, or the folder of the cache with the files of the repository.
 
-    What is not in the cache is downloaded, as by `download`. For a repository with a commit whose files are in the cache,
-    nothing is sent.
+    Files that are not in the cache are downloaded (`download`). If `path` has a commit and all files are in the cache, the
+    Hub is not asked.
 
     Args:
         path: a local path, which is returned, or "owner/name[@revision]".
@@ -102,8 +103,8 @@ def local_folder(path: str, what: str, required: Sequence[str] = (CONFIG,), *, w
 def download(repository: Repository, what: str, required: Sequence[str], *, weights: bool) -> Path:
     """Download the files of a model that the cache of huggingface_hub lacks; return their folder, named by the commit.
 
-    The files are config.json, those of the tokenizer and its chat template, and generation_config.json. If the Hub can't be
-    reached, the files in the cache are used, and the log says so.
+    The files are config.json, generation_config.json, and the files of the tokenizer and its chat template. If the Hub
+    can't be reached, the files in the cache are used, and the log says so.
 
     Args:
         repository: the repository, and its revision.
@@ -127,7 +128,7 @@ def download(repository: Repository, what: str, required: Sequence[str], *, weig
         if folder is None or missing is not None:
             raise ConfigError(
                 f"{what}: the Hub can't be reached ({reason}), and {missing} of this repository is not in the cache "
-                f"{constants.HF_HUB_CACHE}; start the job once where it can be reached, or copy the cache from there"
+                f"{constants.HF_HUB_CACHE}; start the job once on a machine that can reach it, or copy its cache"
             ) from error
         level = logging.INFO if isinstance(error, OfflineModeIsEnabled) else logging.WARNING
         _log.log(level, f"{what}: the Hub can't be reached ({reason}): the files of {folder} are used")
@@ -141,7 +142,9 @@ def download(repository: Repository, what: str, required: Sequence[str], *, weig
             reason = f"has no {file} at commit {info.sha}"
             if file == _SINGLE:
                 reason += f", and no {_INDEX}; weights in other formats, such as pickles, are not read"
-            raise ConfigError(f"{what}: the repository {reason}; name one that has it, or a local folder")
+            raise ConfigError(
+                f"{what}: the repository {reason}; name a repository that has it, or a local folder"
+            )
     folder = _cached_folder(repository, wanted[0])
     if folder is not None and folder.name == info.sha and _first_missing(folder, wanted, weights) is None:
         return folder
@@ -207,7 +210,7 @@ def check_access(repository: str) -> None:
     """Check that `repository` is a possible name, and that the Hub accepts this machine's token.
 
     Raises:
-        ConfigError: it is not, there is no token, or the Hub refuses it or can't be reached.
+        ConfigError: the name is not possible, there is no token, the Hub refuses the token, or the Hub can't be reached.
     """
     what = f"--push-to-hub {repository}"
     try:
@@ -231,8 +234,8 @@ def check_access(repository: str) -> None:
 def push(folder: Path, repository: str, *, private: bool, message: str) -> str:
     """Upload a folder as one commit of a repository, which is created if it does not exist; return the commit's address.
 
-    Weights that the repository has and the folder lacks are deleted in the commit, so that a model in fewer files leaves no
-    old ones. A model card that the repository has is kept.
+    The commit deletes weight files that the folder lacks, so that no old files stay if the new model has fewer files. A
+    model card that the repository has is kept.
 
     Args:
         folder: the folder whose files are uploaded.
@@ -241,7 +244,7 @@ def push(folder: Path, repository: str, *, private: bool, message: str) -> str:
         message: the commit message.
 
     Raises:
-        RunError: the Hub refuses it, or can't be reached. The folder is kept.
+        RunError: the Hub refuses the upload, or can't be reached. The folder is kept.
     """
     api = HfApi()
     try:

@@ -1,4 +1,5 @@
-"""`locked_folder` locks a folder for one process and refuses others; `locked_file` lets others wait. Imports no torch."""
+"""`locked_folder` locks a folder for one process and refuses other processes; `locked_file` lets them wait. Imports no
+torch."""
 
 import contextlib
 import errno
@@ -22,9 +23,9 @@ _log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def locked_file(path: Path) -> Iterator[None]:
-    """Hold the lock of the file `path` in the body, after waiting for any process that holds it. The file stays, empty.
+    """Hold the lock of the file `path` in the body, after waiting for any process that holds it. The empty file stays.
 
-    On a file system without locks it waits for nothing, and logs a warning.
+    On a file system without locks nothing is locked, and a warning is logged.
 
     Raises:
         OSError: the file can't be created.
@@ -51,12 +52,14 @@ def locked_folder(folder: Path, option: str) -> Iterator[None]:
         option: the option that names it, with its value, for messages.
 
     Raises:
-        ConfigError: another process holds the lock (names it, its machine and the time), or the folder can't be created.
+        ConfigError: another process holds the lock (the message names the process, its machine and the time), or the
+            folder can't be created.
     """
     with contextlib.ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            # The file is never removed: another job may have opened it, and would lock a file without a name.
+            # The file is never removed: another job may have opened it, and would then lock a file that no longer has a
+            # name.
             file = stack.enter_context(open(folder / LOCK, "a+"))
         except OSError as error:
             raise ConfigError(
@@ -65,8 +68,8 @@ def locked_folder(folder: Path, option: str) -> Iterator[None]:
         file.seek(0)
         holder = file.read().strip() or "whose process is not recorded yet"
         try:
-            # The system's lock, which ends with the process, however that ends. lockf, not flock: the lock belongs to the
-            # process and not to its forks, and most network file systems support it.
+            # The operating system releases this lock when the process ends, however it ends. lockf is used, not flock: its
+            # lock belongs to the process and not to its forks, and most network file systems support it.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in _HELD:

@@ -18,7 +18,7 @@ _HIDDEN_RECORDS: dict[str, tuple[str, ...]] = {
 """Logger -> the beginnings of its messages, before values are inserted."""
 
 _HIDDEN_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
-    # Of FLA on a CPU, where titanplans.kernels replaces Triton's kernels.
+    # FLA's warning on a CPU, where titanplans.kernels replaces Triton's kernels.
     ("Triton is not supported on current platform", UserWarning),
     # Caused by torch.jit's and torchdata's use of torch.
     (r"`torch\.jit\.script_method` is deprecated", DeprecationWarning),
@@ -30,7 +30,7 @@ _HIDDEN_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
     # Caused by FLA's configs.
     ("`rope_scaling` is deprecated", FutureWarning),
 )
-"""Patterns that messages match from their beginning, with the categories of the warnings."""
+"""Patterns, matched from the beginning of a message, with the categories of the warnings."""
 
 _TRAINING_RECORDS: dict[str, tuple[str, ...]] = {
     **{
@@ -47,7 +47,7 @@ _TRAINING_RECORDS: dict[str, tuple[str, ...]] = {
             ("log_linear_mamba2", "LogLinearMamba2"),
         )
     },
-    # Of debug flavors, which have a small vocabulary, or few positions.
+    # Caused by debug flavors, which have a small vocabulary, or few positions.
     "transformers.configuration_utils": ("Model config: ",),
     "transformers.modeling_rope_utils": ("`rope_parameters`'s high_freq_factor field must be greater",),
 }

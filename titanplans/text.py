@@ -37,8 +37,8 @@ def columns(
 ) -> list[str]:
     """Format a table as lines.
 
-    If it is wider than `width`, cells are wrapped, those of the widest column first, but not within a word. Columns that
-    still do not fit follow below, after the first column again.
+    If the table is wider than `width`, cells are wrapped between words, beginning with the widest column. Columns that
+    still do not fit follow below, next to a repeated first column.
 
     Args:
         rows: the cells of each row.

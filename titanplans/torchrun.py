@@ -23,7 +23,7 @@ class Ranks(NamedTuple):
 def read_ranks(environ: Mapping[str, str]) -> Ranks | None:
     """Return the values of torchrun's variables; None if none of them is set.
 
-    A missing LOCAL_WORLD_SIZE, which launchers other than torchrun may not set, counts as LOCAL_RANK + 1.
+    If only LOCAL_WORLD_SIZE is missing, as with some launchers other than torchrun, it counts as LOCAL_RANK + 1.
 
     Raises:
         ParallelError: only some are set, they are not numbers, or they contradict each other.
@@ -48,10 +48,12 @@ def read_ranks(environ: Mapping[str, str]) -> Ranks | None:
     if local_world_size > world_size:
         raise ParallelError(
             f"LOCAL_WORLD_SIZE = {local_world_size} of WORLD_SIZE = {world_size}: one machine has more processes than "
-            "all together; start with torchrun, which sets both"
+            "all machines together; start with torchrun, which sets both"
         )
     if not environ["MASTER_ADDR"].strip():
-        raise ParallelError("MASTER_ADDR is empty: the name of the machine with rank 0, which torchrun sets")
+        raise ParallelError(
+            "MASTER_ADDR is empty: start with torchrun, which sets it to the machine of rank 0"
+        )
     if _parse_number("MASTER_PORT", environ["MASTER_PORT"]) > 65535:
         raise ParallelError(f"MASTER_PORT = {environ['MASTER_PORT']}: a port is a number up to 65535")
     return Ranks(rank, world_size, local_rank, local_world_size)

@@ -1,6 +1,6 @@
-"""Import and call the user's code, such as plans, and report a mistake in it as one line that names the line of code.
+"""Import and call the user's code, such as plans, and report a mistake in it by one message that names the line of code.
 
-A traceback through this package would hide that line.
+A traceback through this package would hide this line.
 """
 
 import importlib
@@ -20,7 +20,7 @@ from titanplans.errors import PlanError, UserError, did_you_mean
 _TORCH = importlib.util.find_spec("torch")  # locates torch without importing it
 _FOLDERS = _TORCH.submodule_search_locations if _TORCH else None
 _NOT_USERS = (*(f"{folder}/" for folder in (*(_FOLDERS or ()), Path(__file__).parent)), "<frozen")
-"""How the names of files begin that are not the user's: those of torch, of this package and of frozen modules."""
+"""Prefixes of the names of files that are not the user's: files of torch, of this package and of frozen modules."""
 
 
 @contextmanager
@@ -32,7 +32,7 @@ def as_user_error(what: str, error: type[UserError] = PlanError) -> Iterator[Non
         error: the class to raise.
 
     Raises:
-        UserError: the body's, unchanged; otherwise an `error`.
+        UserError: a UserError of the body, unchanged; for any other exception, an `error`.
     """
     try:
         yield
@@ -52,8 +52,8 @@ def import_module(module_name: str, what: str, error: type[UserError] = PlanErro
         error: the class to raise.
 
     Raises:
-        UserError: an `error`, if there is no such module or it fails; or what the module itself raises, e.g. for a plan
-            that is registered twice.
+        UserError: an `error`, if there is no such module or it fails; or a UserError that the module itself raises, e.g.
+            for a plan that is registered twice.
     """
     try:
         with as_user_error(f"{what}: {module_name} can't be imported", error):
@@ -93,7 +93,8 @@ def load_attribute(
         name: "module:attribute"; the module may be in the current directory.
         what: how the message begins: the option or argument that has the name.
         error: the class to raise.
-        fits: returns whether a value of the module could be meant; for the suggestion in the message.
+        fits: returns whether a value of the module could be the one that the user meant; for the suggestion in the
+            message.
 
     Raises:
         UserError: as `import_module`, or an `error` if there is no such attribute.

@@ -1,6 +1,7 @@
-"""Report the versions of the libraries that decide what a run does, and those that were not tested.
+"""Report the versions of the libraries that a run depends on, and the versions that were not tested.
 
-Both ends of the ranges in pyproject.toml are tested (CONTRIBUTING.md); a version within its range counts as tested.
+The lowest and the highest version of each range in pyproject.toml are tested (CONTRIBUTING.md); every version in the
+range counts as tested.
 """
 
 import traceback
@@ -16,7 +17,8 @@ _DISTRIBUTIONS = {name: name for name in ("torch", "torchtitan", "torchao", "tra
 
 
 def versions() -> str:
-    """Return the versions of all libraries on one line; for a version that was not tested, also the tested ones."""
+    """Return the versions of all libraries on one line; for a version that was not tested, also the range of tested
+    versions."""
     items = [f"titanplans {_installed_version('titanplans') or 'of no known version'}"]
     for name in _DISTRIBUTIONS.values():
         tested = _missed_range(name)
@@ -53,7 +55,7 @@ def _missed_range(name: str) -> str:
         requirements = [Requirement(line) for line in metadata.requires("titanplans") or ()]
     except metadata.PackageNotFoundError:
         return ""  # titanplans runs from its folder, without being installed
-    # torch has a second, narrower range for training, which comes later: `no_trainer` checks that one.
+    # torch has a second, narrower range for training, later in the list: `no_trainer` checks that range.
     tested = next((item.specifier for item in requirements if item.name == name), None)
     version = _installed_version(name)
     if tested is None or version is None or tested.contains(version, prereleases=True):

@@ -9,7 +9,8 @@ from .transformer import TransformerPlan
 
 @register_plan("bitnet", mixer="fla.layers.bitattn.BitAttention")
 class BitNetPlan(TransformerPlan):
-    """Attention runs unsplit: rounding uses the mean of a full weight, and for `o_proj` the largest value of all heads."""
+    """Attention runs unsplit: its rounding needs the mean of each full weight, and for `o_proj` the largest value of all
+    heads."""
 
     head_names = ()
 

@@ -9,9 +9,10 @@ from .mixer import MixerPlan
 
 @register_plan("cat", mixer="fla.models.cat.modeling_cat.CATDecoderAttention")
 class CATPlan(MixerPlan):
-    """The decoder is split. The compressor, which works on the tokens of each earlier chunk, runs unsplit on every rank.
+    """The decoder is split. The compressor, which compresses the tokens of each earlier chunk, runs unsplit on every rank.
 
-    The model arranges the chunks before the blocks and separates them afterwards: every rank has all of them there.
+    The model arranges the chunks before the blocks and separates them after the blocks. Every rank does this for all
+    chunks.
     """
 
     by_head = ("q_proj",)

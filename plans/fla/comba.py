@@ -7,6 +7,6 @@ from .gated_deltanet import GatedDeltaNetPlan
 
 @register_plan("comba", mixer="fla.layers.comba.Comba")
 class CombaPlan(GatedDeltaNetPlan):
-    """Like Gated DeltaNet; the parameters that correct queries and keys are split with them."""
+    """Like Gated DeltaNet; the parameters that correct queries and keys are split in the same way."""
 
     by_shared_head = (*GatedDeltaNetPlan.by_shared_head, "decay", "D")

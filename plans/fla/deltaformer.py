@@ -9,7 +9,8 @@ from .mixer import MixerPlan
 
 @register_plan("deltaformer", mixer="fla.layers.deltaformer.DeltaFormerAttention")
 class DeltaFormerPlan(MixerPlan):
-    """Softmax attention to values from which each token has removed the content of earlier ones; `b_proj` says how much."""
+    """Softmax attention. Each token first removes the content of earlier tokens from its value; `b_proj` determines how
+    much."""
 
     by_head = ("q_proj", "k_proj", "v_proj", "b_proj")
     replicated = ("q_norm", "k_norm")

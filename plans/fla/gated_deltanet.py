@@ -9,7 +9,7 @@ from .mixer import MixerPlan
 class GatedDeltaNetPlan(MixerPlan):
     """Values are split by `num_v_heads`, queries and keys by `num_heads`, which may be fewer.
 
-    Its fused convolution concatenates the three, and splits its output by `key_dim` and `value_dim`.
+    The fused convolution concatenates queries, keys and values, and splits its output by `key_dim` and `value_dim`.
     """
 
     may_gather = True

@@ -12,7 +12,7 @@ from .mixer import has
 class GatedDeltaProductPlan(GatedDeltaNetPlan):
     """Like Gated DeltaNet, with `num_householder` keys, values and betas per token.
 
-    Their rows are (n h d), n sections, each of which is split by heads.
+    Their rows are ordered as (n h d): n sections, and each section is split by heads.
     """
 
     def attn_plan(self, attn: nn.Module) -> Plan:

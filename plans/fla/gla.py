@@ -9,9 +9,9 @@ from .mixer import MixerPlan
 class GLAPlan(MixerPlan):
     """Like the transformer's plan, except for the mixer.
 
-    The forget gate is a low-rank product: `gk_proj.0` projects to 16 dimensions, the same on every rank, and
-    `gk_proj.1` from there to the key/value heads. The output norm has one weight for all heads. The layer's code takes
-    its head counts from its tensors, so `counts` is empty.
+    The forget gate is a low-rank product: `gk_proj.0` projects to 16 dimensions, and is replicated; `gk_proj.1` projects
+    from there to the key/value heads. The output norm has one weight for all heads. The layer's code takes its head counts
+    from its tensors, so `counts` is empty.
     """
 
     may_gather = True

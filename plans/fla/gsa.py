@@ -12,7 +12,7 @@ from .mixer import MixerPlan
 
 @register_plan("gsa", mixer="fla.layers.gsa.GatedSlotAttention")
 class GSAPlan(MixerPlan):
-    """An RMSNorm over all heads is fused with `o_proj`; for it, ranks sum one number per token."""
+    """An RMSNorm over all heads is fused with `o_proj`; the ranks sum one number per token for this norm."""
 
     may_gather = True
     by_head = ("q_proj", "q_conv1d")

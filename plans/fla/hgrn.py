@@ -9,7 +9,8 @@ from .mixer import MixerPlan
 
 @register_plan("hgrn", mixer="fla.layers.hgrn.HGRNAttention")
 class HGRNPlan(MixerPlan):
-    """Each channel has its own state, so channels are split. The model holds the lower bounds of the channels' gates."""
+    """Each channel has its own state, so channels are split. The lower bounds of the channels' gates are a parameter of
+    the model."""
 
     head_names = ("input_dim",)
     by_head = ("i_proj", "f_proj", "g_proj", "i_conv1d", "f_conv1d")

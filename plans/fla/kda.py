@@ -9,8 +9,8 @@ from .gated_deltanet import GatedDeltaNetPlan
 class KDAPlan(GatedDeltaNetPlan):
     """Like Gated DeltaNet, except for the two gates.
 
-    Both are low-rank products: the first factor projects to the width of one head, the same on every rank, the second from
-    there to all heads.
+    Both gates are low-rank products. The first factor projects to the width of one head, and is replicated; the second
+    factor projects from there to all heads.
     """
 
     by_head = ("v_proj", "v_conv1d", "f_proj.1", "b_proj", "g_proj.1", "A_log", "dt_bias")

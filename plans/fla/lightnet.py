@@ -12,7 +12,7 @@ from .mixer import MixerPlan
 
 @register_plan("lightnet", mixer="fla.layers.lightnet.LightNetAttention")
 class LightNetPlan(MixerPlan):
-    """A gated RMSNorm over all heads is fused with `o_proj`; for it, ranks sum one number per token."""
+    """A gated RMSNorm over all heads is fused with `o_proj`; the ranks sum one number per token for this norm."""
 
     may_gather = True
     by_head = ("q_proj", "k_proj", "v_proj", "q_conv1d", "k_conv1d", "v_conv1d", "g_proj.1")

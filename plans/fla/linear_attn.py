@@ -7,7 +7,7 @@ from .mixer import MixerPlan
 
 @register_plan("linear_attn", mixer="fla.layers.linear_attn.LinearAttention")
 class LinearAttentionPlan(MixerPlan):
-    """Feature maps act on each head; all heads share their weights."""
+    """Feature maps act on each head; all heads share the weights of the feature maps."""
 
     may_gather = True
     by_head = ("q_proj",)

@@ -7,7 +7,8 @@ from titanplans import Plan, register_plan
 from .transformer import TransformerPlan
 
 UNFUSED = {"use_cache": True}
-"""Makes the mixer call its modules, with a cache or without, instead of one fused kernel, in which ranks can't sum."""
+"""Makes the mixer call its modules, with a cache or without, instead of one fused kernel: ranks can't sum inside a
+kernel."""
 
 
 @register_plan("mamba", mixer="fla.layers.mamba.Mamba")

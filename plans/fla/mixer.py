@@ -8,7 +8,8 @@ from .transformer import TransformerPlan
 
 
 class MixerPlan(TransformerPlan):
-    """Plan a mixer that is split by heads. Subclasses name its modules and parameters; names that it lacks are ignored.
+    """Plan a mixer that is split by heads. Subclasses name its modules and parameters; names that the mixer lacks are
+    ignored.
 
     The rest of the model is FLA's transformer.
     """

@@ -9,9 +9,9 @@ from .mixer import MixerPlan
 
 @register_plan("mla", mixer="fla.layers.mla.MultiheadLatentAttention")
 class MLAPlan(MixerPlan):
-    """Queries, and keys and values, are low-rank products; all heads share the rotary part of the keys.
+    """Queries are one low-rank product, keys and values another; all heads share the rotary part of the keys.
 
-    Without a rank for the queries, `q_proj` is one Linear.
+    If the config sets no rank for the queries, `q_proj` is one Linear.
     """
 
     may_gather = True

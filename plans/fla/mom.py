@@ -27,7 +27,7 @@ class MomPlan(MixerPlan):
             for index in range(attn.num_memories)  # type: ignore[arg-type]
             if has(attn, name)
         }
-        # Its code gathers the tokens of each memory out of the input.
+        # The mixer's code selects the tokens of each memory from the full input.
         return super().attn_plan(attn) | self.attn_region(float8_input=False, may_gather=True) | memories
 
     def model_functions(self, model: nn.Module) -> dict[str, Any]:

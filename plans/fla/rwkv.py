@@ -42,7 +42,7 @@ class RWKV7Plan(MixerPlan):
 
 @register_plan("rwkv6", mixer="fla.layers.rwkv6.RWKV6Attention")
 class RWKV6Plan(MixerPlan):
-    """The MLP gates its output; each rank has the full gate, so gated partial sums still add up."""
+    """The MLP gates its output. Each rank has the full gate, so the gated partial sums add up to the gated output."""
 
     by_head = ("r_proj.linear", "w_proj.linear.lora.2", "k_proj.linear", "v_proj.linear", "g_proj.linear")
     by_head += ("bonus", "g_norm")

@@ -7,6 +7,6 @@ from .forgetting_transformer import ForgettingTransformerPlan
 
 @register_plan("wall_transformer", mixer="fla.layers.wall_attn.WallAttention")
 class WallTransformerPlan(ForgettingTransformerPlan):
-    """Each channel of a query head decays at its own rate (`g_proj`), and with `gs_proj` each head decays, too."""
+    """Each channel of a query head has its own decay (`g_proj`); with `gs_proj`, each head has one more decay."""
 
     by_head = ("q_proj", "q_norm", "g_proj", "gs_proj", "o_gate_proj")

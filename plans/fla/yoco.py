@@ -27,7 +27,7 @@ class YOCOPlan(MixerPlan):
 
     def heads(self, attn: nn.Module) -> dict[str, int]:
         counts = super().heads(attn)
-        # Without `k_proj` it uses the keys of another module, which counts its heads.
+        # A mixer without `k_proj` uses the keys of another module, which has the number of key/value heads.
         return counts if has(attn, "k_proj") else {"num_heads": counts["num_heads"]}
 
     def model_plan(self, model: nn.Module) -> Plan:

@@ -24,7 +24,7 @@ class BloomPlan(GPTNeoXPlan):
 
     def model_functions(self, model: Any):
         by_head = self.heads_of_result(model.config.n_head)
-        # The second makes the biases of batches with padding.
+        # The second function makes the biases of batches with padding.
         return {"transformer._get_alibi_slopes": by_head, "transformer.build_alibi_tensor": by_head}
 
 

@@ -23,7 +23,7 @@ class DeepseekPlan(ExpertsPlan):
             latent = dict.fromkeys(("q_a_proj", "q_a_layernorm"), self.replicated_in_region())
             queries = {**latent, "q_b_proj": self.colwise()}
         return {
-            **self.attn_input(may_gather=True),  # its code splits the latents of keys and values
+            **self.attn_input(may_gather=True),  # the mixer's code splits the latents of keys and values
             **queries,
             "kv_a_proj_with_mqa": self.replicated_in_region(),
             "kv_a_layernorm": self.replicated_in_region(),
@@ -37,7 +37,7 @@ class DeepseekSparsePlan(DeepseekPlan):
     """An indexer, which every rank computes in full, chooses the keys that all heads attend to."""
 
     def attn_plan(self, attn: Any) -> Plan:
-        # Blocks may use the keys that an earlier one has chosen; then they have no indexer.
+        # A block may use the keys that an earlier block has chosen; then it has no indexer.
         has_indexer = getattr(attn, "indexer", None) is not None
         indexer = self.each_of(attn, "indexer", self.replicated_in_region()) if has_indexer else {}
         return super().attn_plan(attn) | indexer

@@ -1,8 +1,8 @@
 """The base plan of mixture-of-experts models: experts under tensor or expert parallelism, and a replicated router.
 
-Every rank sees all tokens of its TP group and routes them equally. Under tensor parallelism it holds a shard of each
-expert's width, and only the sum of the outputs is sent. Under expert parallelism it holds complete experts, and an
-all-to-all sends tokens to them.
+Every rank sees all tokens of its TP group, and all ranks route them equally. Under tensor parallelism a rank holds a shard
+of each expert's width, and only the sum of the outputs is communicated. Under expert parallelism it holds complete
+experts, and an all-to-all sends tokens to them.
 """
 
 import sys

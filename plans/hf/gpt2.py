@@ -11,7 +11,8 @@ from titanplans import Plan, TPPlan, register_plan
 
 
 class LearnedPositionsPlan(TPPlan):
-    """Positions are added before the stream begins. It ends at the final norm, whose output the model reshapes."""
+    """Positions are added before the stream begins. The stream ends at the final norm, since the model reshapes the norm's
+    output."""
 
     mlp_in = ("c_fc",)
     mlp_out = "c_proj"
@@ -26,7 +27,7 @@ class LearnedPositionsPlan(TPPlan):
 
 @register_plan("gpt2")
 class GPT2Plan(LearnedPositionsPlan):
-    """Weights are those of transformers' Conv1D."""
+    """Projections are transformers' Conv1D, whose weights are [inputs, outputs]."""
 
     def attn_plan(self, attn: Any) -> Plan:
         width = attn.embed_dim

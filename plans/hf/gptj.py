@@ -9,7 +9,7 @@ from .llama import LlamaPlan
 
 @register_plan("gptj")
 class GPTJPlan(LlamaPlan):
-    """Projections of attention have no biases, those of the MLP do."""
+    """Projections of attention have no biases; projections of the MLP have biases."""
 
     attn_out = "out_proj"
     mlp_in = ("fc_in",)

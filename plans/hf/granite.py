@@ -21,7 +21,7 @@ class BambaPlan(LlamaPlan):
             return super().attn_plan(attn)
         gate, *convolved, step = self.sections(attn)
         return {
-            **self.attn_input(may_gather=True),  # its code sets padding to zero
+            **self.attn_input(may_gather=True),  # the mixer's code sets padding to zero
             "in_proj": self.packed(gate, *convolved, step),
             "conv1d": self.packed(*convolved),
             "A_log": self.colwise(),
@@ -68,7 +68,7 @@ def gated_input(x, gate):
 
 @register_plan("falcon_h1")
 class FalconH1Plan(BambaPlan):
-    """Each block has Mamba 2 and attention, both of the same input. `mup_vector` scales the rows of `in_proj`."""
+    """Each block has Mamba 2 and attention, which get the same input. `mup_vector` scales the rows of `in_proj`."""
 
     def attn_plan(self, attn: Any) -> Plan:
         plan = super().attn_plan(attn)

@@ -20,7 +20,7 @@ class ChannelsPlan(ExpertsPlan):
             return super().attn_plan(attn)
         width = attn.intermediate_size
         return {
-            **self.attn_input(may_gather=True),  # its code sets padding to zero
+            **self.attn_input(may_gather=True),  # the mixer's code sets padding to zero
             "in_proj": self.packed(width, width),
             "conv1d": self.colwise(),
             "x_proj": self.rowwise_in_region(),

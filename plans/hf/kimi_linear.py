@@ -25,7 +25,7 @@ class KimiLinearPlan(DeepseekPlan):
         )
         by_all_heads = ("g_a_proj", "forget_gate.f_a_proj", "o_norm")
         return {
-            **self.attn_input(may_gather=True),  # its code sets padding to zero
+            **self.attn_input(may_gather=True),  # the mixer's code sets padding to zero
             **dict.fromkeys(by_head, self.colwise()),
             "forget_gate.A_log": self.colwise(dim=2),
             "conv1d": self.packed(attn.qkv_dim, attn.qkv_dim, attn.qkv_dim),

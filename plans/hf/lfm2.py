@@ -30,7 +30,7 @@ class Lfm2Plan(Qwen3Plan):
             return super().attn_plan(attn)
         width = attn.conv.in_channels
         return {
-            **self.attn_input(may_gather=True),  # its code sets padding to zero
+            **self.attn_input(may_gather=True),  # the mixer's code sets padding to zero
             "in_proj": self.packed(width, width, width),
             "conv": self.colwise(),
             "out_proj": self.rowwise(),

@@ -15,7 +15,7 @@ class MiniMaxPlan(ExpertsPlan):
         if not hasattr(attn, "slope_rate"):
             return super().attn_plan(attn)
         return {
-            **self.attn_input(may_gather=True),  # its code sets padding to zero
+            **self.attn_input(may_gather=True),  # the mixer's code sets padding to zero
             "qkv_proj": self.colwise(interleaved=True),
             "output_gate": self.colwise(),
             **dict.fromkeys(("slope_rate", "query_decay", "key_decay"), self.colwise()),

@@ -10,7 +10,7 @@ from .granite import BambaPlan
 
 @register_plan("nemotron_h")
 class NemotronHPlan(ExpertsPlan, BambaPlan):
-    """All are called `mixer`. Neither MLPs nor experts have a gate."""
+    """Whatever a block has, it is called `mixer`. Neither MLPs nor experts have a gate."""
 
     mlp_in = ("up_proj",)
     shared_mlp = "shared_experts"

@@ -27,7 +27,7 @@ class OlmoHybridPlan(ValueHeadsPlan, Olmo2Plan):
         keys = self.shared_heads(attn.key_dim, attn.num_k_heads)
         by_value_head = ("v_proj", "a_proj", "b_proj", "g_proj", "A_log", "dt_bias")
         return {
-            **self.attn_input(may_gather=True),  # its code sets padding to zero
+            **self.attn_input(may_gather=True),  # the mixer's code sets padding to zero
             **dict.fromkeys(("q_proj", "k_proj"), self.kv_colwise(attn)),
             **dict.fromkeys(by_value_head, self.colwise()),
             "conv1d": self.packed(keys, keys, attn.value_dim),

@@ -14,7 +14,7 @@ class Qwen2Plan(LlamaPlan):
 
 @register_plan("qwen3", "exaone4")
 class Qwen3Plan(LlamaPlan):
-    """`head_norms` have one weight for all heads; each rank's gradient covers only its heads."""
+    """`head_norms` have one weight for all heads, so each rank's gradient of this weight covers only the rank's heads."""
 
     head_norms: tuple[str, ...] = ("q_norm", "k_norm")
 

@@ -25,7 +25,7 @@ class Qwen3NextPlan(Qwen2MoePlan):
             norms = {"q_norm": self.replicated_in_region(), "k_norm": self.replicated_in_region()}
             return super().attn_plan(attn) | norms | {"q_proj": by_head}
         return {
-            **self.attn_input(may_gather=True),  # its code sets padding to zero
+            **self.attn_input(may_gather=True),  # the mixer's code sets padding to zero
             "in_proj_qkvz": by_head,
             "in_proj_ba": by_head,
             "conv1d": self.packed(attn.key_dim, attn.key_dim, attn.value_dim),
@@ -55,7 +55,7 @@ class Qwen35Plan(ValueHeadsPlan, Qwen3Plan):
         keys = self.shared_heads(attn.key_dim, attn.num_k_heads)
         by_head = ("in_proj_z", "in_proj_b", "in_proj_a", "A_log", "dt_bias")
         return {
-            **self.attn_input(may_gather=True),  # its code sets padding to zero
+            **self.attn_input(may_gather=True),  # the mixer's code sets padding to zero
             "in_proj_qkv": self.packed(keys, keys, attn.value_dim),
             "conv1d": self.packed(keys, keys, attn.value_dim),
             **dict.fromkeys(by_head, self.colwise()),

@@ -27,7 +27,7 @@ class ArceePlan(LlamaPlan):
 
 @register_plan("apertus")
 class ApertusPlan(Qwen3Plan):
-    """The MLP's activation has two trained parameters, which all of its width uses."""
+    """The MLP's activation has two trained parameters for its full width."""
 
     mlp_in = ("up_proj",)
 

@@ -58,7 +58,7 @@ def model_of(name, options=None, **fields):
     ],
 )  # fmt: skip
 def test_adapters_are_proved_on_plans(name, fields, options):
-    """The base weights have no gradient, so `verify` rejects a rank on which they have one."""
+    """The frozen base weights have no gradient. `verify` rejects a plan under which they get a gradient on one rank."""
     report = verify_plain(
         functools.partial(model_of, name, options, **fields), degrees=[4], loss_parallel=True
     )
@@ -121,7 +121,7 @@ def test_initial_values_are_those_of_peft_for_any_layout():
         (dict(target_modules=("q_norm",)), "q_norm is a Qwen3RMSNorm, and only Linear"),
         (dict(exclude_modules=("x",)), "lora.exclude_modules = .*'x' matches no Linear module"),
         (dict(target_modules=("q_proj",), exclude_modules=("q_proj",)), "no module is left for an adapter"),
-        (dict(modules_to_save=("self_attn",)), "self_attn.q_proj gets an adapter already"),
+        (dict(modules_to_save=("self_attn",)), "self_attn.q_proj already gets an adapter"),
         (dict(modules_to_save=("wte",)), "'wte' matches no module with parameters"),
     ],
 )
@@ -204,7 +204,7 @@ def build(kind: str) -> nn.Module:
         return model
     dropout = 0.2 if "dropout" in kind else 0.0
     add_adapters(model, LoRA(rank=3, dropout=dropout, modules_to_save=("model.norm",)))
-    randomise(model, 0)  # because lora_B is initially zero, so that lora_A would have a gradient of zero
+    randomise(model, 0)  # with the initial lora_B, which is zero, the gradient of lora_A would be zero
     torch.manual_seed(1)  # the seed of the dropout
     return model
 

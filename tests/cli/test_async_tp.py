@@ -46,7 +46,7 @@ def test_the_page_has_the_decisions(name):
     assert line in lines
     if decision is None:
         return
-    # A training run's record has the same decisions for the captured blocks, which are the first one of each kind.
+    # `async-tp` captures the first block of each kind. A training run records the same decisions for these blocks.
     verdicts = [v for blocks in decision.blocks for v in blocks.collectives]
     recorded = [c for graph in record.graphs for c in graph]
     for became in ("fused", "overlapped"):

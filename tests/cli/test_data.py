@@ -76,7 +76,7 @@ def test_a_mixture_shows_documents_sources_and_padding(capsys, mixture):
 
 
 def test_the_table_is_of_one_pass_or_of_a_sample(capsys, mixture, monkeypatch):
-    """Once, 80 short conversations were reported with half a million tokens: they were read repeatedly for 2 seconds."""
+    """The command once read 80 short conversations again and again for 2 seconds, and reported half a million tokens."""
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     (mixture / "chats.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 80)
     arguments = ["--training.dataset", "local", "--training.dataset_path", f"{mixture}/chats.jsonl"]
@@ -112,7 +112,7 @@ def test_each_document_is_one_line(capsys, mixture):
     ("arguments", "message"),
     [
         (["--sequences", "0"], "--sequences 0: expected an integer, at least 1"),
-        (["--rows", "3"], "--rows 3: it is called --sequences now"),
+        (["--rows", "3"], "--rows 3: this option is now called --sequences"),
         (["--data.sources", "[{weight = -1.0}]"], "data.sources.weight = -1.0"),
         (
             ["--data.sources", '[{dataset_path = "nowhere"}]'],

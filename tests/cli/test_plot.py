@@ -53,7 +53,8 @@ def test_the_curves_have_the_logged_values(run):
 
 
 def test_runs_are_drawn_in_one_chart_in_the_terminal(run, capsys):
-    """Each run is drawn with its own character, at the height of its values, and without colour if stdout is no terminal."""
+    """Each run is drawn with its own character, at the height of its values. There is no colour if stdout is not a
+    terminal."""
     out = drawn(capsys, run("high", [8.0] * 8), run("low", [2.0] * 8))
     assert "\x1b" not in out
     assert out.splitlines()[:4] == ["* high", "o high, validation", "+ low", "x low, validation"]

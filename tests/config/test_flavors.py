@@ -74,7 +74,7 @@ def test_the_command_line_overrides_the_flavor(job):
 
 @pytest.mark.parametrize("option", [[], ["--print-config"]], ids=["run", "print"])
 def test_the_model_is_refused_first_and_without_torch(job, tmp_path, option):
-    """The sizes of other packages are read before the refusal, because the name may be one of theirs."""
+    """An unknown name may be a family of another package, so these packages are searched before the name is refused."""
     (tmp_path / "sizes").mkdir()
     (tmp_path / "sizes" / "__init__.py").touch()
     install_entry_point(tmp_path, "titanplans.models", "sizes", "sizes")

@@ -48,7 +48,7 @@ LEAVES = {
     bool: st.booleans(),
     int: st.integers(-1, 9) | st.integers(0),
     float: st.floats(0, 1) | st.floats(0),
-    str: st.text().filter(lambda text: text != "fla"),  # flame uses this word for no name
+    str: st.text().filter(lambda text: text != "fla"),  # in flame's files "fla" means that no name is set
     Any: st.one_of(st.booleans(), st.sampled_from([0, 8]), WORDS, NUMBERS),
 }
 
@@ -98,7 +98,7 @@ def test_any_job_is_read_back_from_its_toml_or_refused_by_option(data, chosen):
     except OptionError as error:
         names = error.option.split(
             "."
-        )  # the name of a key, perhaps followed by that of an option in a list of tables
+        )  # the name of a key; for a list of tables, the name of an option may follow
         assert {".".join(names[:n]) for n in (2, 3, len(names))} & set(keys())
         return
     parsed = ParsedKeys()

@@ -177,7 +177,7 @@ def test_a_refused_key_is_refused_by_name_with_the_reason(load, key):
         values[switch] = ON[switch]
     elif switch is not None:
         values[switch] = effective_value(switch)
-        refused = switch  # the switch is not supported either
+        refused = switch  # the error names the switch, which is not supported either
     message = refusal(load, values, kind=ConfigError)
     assert f"{refused} = " in message
     assert message.endswith(f"is not supported: {REFUSED[refused].reason}")
@@ -193,7 +193,7 @@ OURS = {
 
 @pytest.mark.parametrize("key", REQUIRES_SWITCH)
 def test_a_key_without_its_switch_is_accepted_with_a_note(load, key):
-    """Any value is accepted, and the job does not contain it."""
+    """Any value of such a key is accepted, and the loaded job does not contain the key."""
     values = {key: effective_value(key) if key in REFUSED else OURS.get(key, ["output"])}
     job = load(values)
     (note,) = job.notes
@@ -206,7 +206,7 @@ def test_a_key_without_its_switch_is_accepted_with_a_note(load, key):
 
 
 def test_keys_without_effect_give_one_note(load):
-    """torchtitan's own job files have such keys, next to a degree of 1 and without a converter or a recipe."""
+    """torchtitan's own job files have such keys, although their degree is 1 and they name no converter or recipe."""
     job = load(
         {
             "parallelism.tensor_parallel_degree": 8,

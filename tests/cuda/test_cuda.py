@@ -72,7 +72,8 @@ def assert_close(actual, expected):
 
 
 def assert_as_good(split, unsplit, exact):
-    """Check that in bfloat16 the split model's error against float32 is at most twice that of the unsplit model."""
+    """Check that in bfloat16 the split model's error, compared with float32, is at most twice the unsplit model's
+    error."""
     for name, grad in exact.items():
         allowed = 2 * (unsplit[name].double() - grad.double()).norm() + 1e-8
         assert (split[name].double() - grad.double()).norm() <= allowed, name

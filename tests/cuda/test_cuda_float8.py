@@ -66,5 +66,5 @@ def split_over_two(rank):
 
 @two_gpus
 def test_float8_gathers_over_nccl_give_the_loss_of_one_gpu():
-    # bfloat16 sums in another order, and values that this moves to another float8 number.
+    # Sums in bfloat16 are computed in another order, and this moves some values to another float8 number.
     assert process_groups.run(split_over_two, 2, backend="nccl") == pytest.approx(loss_of_a_step(), rel=1e-2)

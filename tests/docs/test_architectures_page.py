@@ -1,4 +1,4 @@
-"""docs/generated/architectures.md lists every plan, its number of lines and its proved variants.
+"""docs/generated/architectures.md lists every plan with its number of lines and its proved variants.
 
 test_generated.py compares the full page.
 """

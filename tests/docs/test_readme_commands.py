@@ -32,7 +32,7 @@ COMMANDS = {
     "verify my_arch": ((), 2, "my_arch"),
     "verify my_plans:MyPlan --model qwen3 --tp 2": (("--quick",), 1, "self_attn.q_norm.weight"),
     "verify my_plans:Unmasked --model qwen3": (QUICK, 1, "wrong only with left padding"),
-    "async-tp qwen3 --tp 2": ((), 0, "all that can be is fused or overlapped"),
+    "async-tp qwen3 --tp 2": ((), 0, "every collective that can be fused or overlapped with products is"),
     "sweep configs/experiments/tp_variants.toml": (("--dry-run",), 0, "float8-tensorwise"),
     "train --help": ((), 0, "[parallelism]"),
     "train configs/gla_debug.toml --parallelism.tensor_parallel_degree 4": (

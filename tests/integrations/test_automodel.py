@@ -1,4 +1,4 @@
-"""A plan as a dict of torch's parallel styles, which its import path names, compared with the unsplit model."""
+"""A plan given by an import path, as a dict of torch's parallel styles, trains like the unsplit model."""
 
 import functools
 import importlib

@@ -1,4 +1,5 @@
-"""Plans in torchtitan's own entry, `python -m torchtitan.train`: losses and norms at tp 2 are those of one rank."""
+"""Plans in torchtitan's own entry, `python -m torchtitan.train`: losses and norms at tp 2 equal the results of one
+rank."""
 
 import json
 import os

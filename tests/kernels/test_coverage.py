@@ -21,7 +21,8 @@ def families():
 
 @pytest.mark.parametrize("kind", families())
 def test_every_family_of_fla_runs_on_a_cpu(kind):
-    """Several families use other kernels for more than 64 tokens. Proofs check the values."""
+    """Both lengths are run, because several families use other kernels for more than 64 tokens. Proofs check the
+    values."""
     model = zoo.build(kind, dtype=torch.float32)
     check_cpu(model)
     model(**zoo.inputs(kind, seq_len=70), use_cache=False).logits.square().mean().backward()

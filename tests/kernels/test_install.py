@@ -64,7 +64,8 @@ def test_loss_and_gradients_agree_between_float64_and_float32(kind, options, seq
     for name, value in exact.items():
         assert value.isfinite().all()
         assert value.abs().max() > 0, name
-        # The difference is float32 rounding in two layers. Measured: 3e-6. The next test would find float32 inside float64.
+        # The difference is rounding to float32 in two layers; measured: 3e-6. The next test finds float32 in a float64
+        # model.
         assert (rounded[name] - value).abs().max() <= 2e-5 * value.abs().max(), name
 
 
@@ -152,7 +153,7 @@ def test_import_replaces_nothing_and_other_devices_install_nothing():
 
 
 def test_other_tensors_are_passed_to_the_original():
-    """Here, meta tensors stand for CUDA tensors, because neither are CPU tensors."""
+    """Meta tensors take the role of CUDA tensors here, because both are no CPU tensors."""
     import fla.layers.attn
     import fla.layers.gla
     from fla.modules.activations import swish

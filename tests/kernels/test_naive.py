@@ -12,7 +12,7 @@ from titanplans.kernels.naive import Naive, by_naive
 
 BATCH, TOKENS, HEADS, KEY, VALUE = 2, 9, 4, 4, 6
 BOUNDS = torch.tensor([0, 4, 5, 9])
-"""The bounds of packed sequences."""
+"""The boundaries of packed sequences, as `cu_seqlens`."""
 
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")

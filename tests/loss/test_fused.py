@@ -115,7 +115,8 @@ REDUCED = {
 
 
 def largest_error(config, degrees, options, dtype):
-    """Return the largest error: of loss and gradients of two accumulated micro batches, and of the loss in evaluation."""
+    """Return the largest error of the loss and gradients of two accumulated micro batches, and of the loss in
+    evaluation."""
     model, (tokens, labels) = build(dtype, **options), batch(options.get("vocabulary", 13))
     expected = loss_of(model, tokens, labels) + 0  # cross entropy alone
     training_loss = cross_entropy(model(tokens).logits, labels, 40, **OBJECTIVE)
@@ -127,7 +128,7 @@ def largest_error(config, degrees, options, dtype):
     dp = manager.mesh.get_mesh("dp")
     mine = slice(dp.get_local_rank() * ROWS // dp.size(), (dp.get_local_rank() + 1) * ROWS // dp.size())
     fused, total = FusedLoss(split, chunk_tokens=3), torch.zeros((), dtype=dtype)
-    # The model gets full sequences in both micro batches. The labels are in the first and in the second half of each.
+    # The model gets full sequences in both micro batches. One has labels only in the first half, the other in the second.
     for index, half in enumerate((slice(0, LENGTH // 2), slice(LENGTH // 2, LENGTH))):
         labels_of_half = torch.full_like(labels, -100)
         labels_of_half[:, half] = labels[:, half]
@@ -216,7 +217,7 @@ def test_the_fused_loss_of_every_architecture(name):
 
 
 def test_gradients_are_summed_over_chunks_in_float32():
-    """A sum of 64 chunks in bfloat16 would stop growing."""
+    """The head's gradient is summed in float32, because a sum of 64 chunks in bfloat16 would stop growing."""
     torch.manual_seed(0)
     model = Model(hidden=16).bfloat16()
     tokens, labels = torch.full((1, 2048), 3), torch.full((1, 2048), 5)
@@ -414,13 +415,13 @@ def refusals():
     yield lambda: of(with_head(nn.Bilinear(16, 16, 13))), "is a Bilinear, not an nn.Linear"
     yield lambda: of(nn.Linear(2, 2)), "Linear has no head"
     yield lambda: of(Doubled(), run), "turns a logit of -100 into -200"
-    yield lambda: of(Sliced(), run), "__getitem__ of logits that don't exist"
+    yield lambda: of(Sliced(), run), "__getitem__ was called on logits that don't exist"
     yield lambda: of(Twice(), run), "calls its head twice in one forward"
     yield lambda: of(Forgets(), run), "the forward of Forgets did not call its head"
     yield lambda: of(build(), functools.partial(run, labels=labels[:, 1:])), "28 labels for hidden"
     yield lambda: of(build(), other_labels), "the labels are not the ones"
     yield lambda: of(build(), functools.partial(run, z_loss=0.5)), "give both the same"
-    yield lambda: of(build(), read), "softmax of logits that don't exist"
+    yield lambda: of(build(), read), "softmax was called on logits that don't exist"
     yield lambda: of(build(), functools.partial(run, then=again)), "create_graph = True"
     yield lambda: of(build(), functools.partial(run, then=backward_twice)), "retain_graph = True"
     yield (

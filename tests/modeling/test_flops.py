@@ -122,7 +122,7 @@ class UserModel(nn.Module):
         self.lm_head = nn.Linear(32, 16)
 
     def forward(self, input_ids):
-        """FLOPs are counted from the modules, not from this code."""
+        """FLOPs are counted from the modules, so the code of this forward does not matter."""
 
 
 def test_experts_that_the_config_does_not_mention_are_all_counted_with_a_log_line(caplog):

@@ -45,9 +45,9 @@ def _assert_as_constructed(model):
     for name, parameter in model.named_parameters():
         value, expected = parameter.detach().float(), ordinary_parameters[name].detach().float()
         assert value.isfinite().all(), name
-        # Both are samples of n values. The standard error of the mean is 1/sqrt(n) deviations, that of the deviation
-        # 1/sqrt(2n). Allowing five standard errors for each sample leaves one false alarm in a million. Few values (the
-        # decays of four heads) only show whether they are random.
+        # Both are samples of n values. The standard error of the mean is 1/sqrt(n) standard deviations, and the standard
+        # error of the deviation is 1/sqrt(2n). With five standard errors for each sample, one test in a million fails by
+        # chance. A parameter with few values (the decays of four heads) only shows whether it is random.
         n, deviation = value.numel(), expected.std(correction=0)
         if n < 64 and deviation > 0:
             assert value.std(correction=0) > 0, name

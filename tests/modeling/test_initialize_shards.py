@@ -1,4 +1,4 @@
-"""Initial weights of split models: every rank's shard is bit-identical to the one that torch makes of the full weights.
+"""Initial weights of split models: every rank's shard is bit-identical to the shard that torch makes of the full weights.
 
 `initialize` does not communicate, so this process acts as one of four ranks after another, in a fake process group. A second
 model, which has the weights of the unsplit model, is sharded by DTensor and FSDP2. tests/training/trainer/test_trainer.py

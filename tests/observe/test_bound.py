@@ -1,4 +1,4 @@
-"""The communication that each kind of style sends is what it needs; styles that send more are found."""
+"""Each kind of style sends no more than it needs, and styles that send more are found."""
 
 import pytest
 import torch
@@ -67,7 +67,7 @@ def count(name: str, options: TPOptions, variant: int = 0, plan=None, length: in
 def test_styles_send_exactly_what_they_declare(name):
     for options in CHOICES:
         if name == "cat" and options.shards > 2:
-            continue  # 4 ranks do not divide its stream, which is longer than the tokens
+            continue  # its stream is longer than the tokens, and 4 ranks do not divide the stream's length
         communication = count(name, options, KINDS[name])
         assert communication.minimal, communication.lines()
         for part in communication.parts:
@@ -89,7 +89,7 @@ def test_styles_of_all_other_families_send_exactly_what_they_declare(name):
     "name", [n if n == "gemma4_text" else pytest.param(n, marks=pytest.mark.exhaustive) for n in zoo.FURTHER]
 )
 def test_styles_of_further_architectures_send_exactly_what_they_declare(name):
-    """Hunyuan 4's stream begins with four copies of the embedding's output, whose gradients are gathered as four."""
+    """Hunyuan 4's stream begins with four copies of the embedding's output, so four gradients are gathered."""
     assert count(name, CHOICES[0], 0).minimal == (name != "hy_v4")
 
 

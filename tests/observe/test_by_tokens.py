@@ -1,4 +1,4 @@
-"""Communication under context parallelism: one exchange for each projection of a mixer, and gathers for its other code."""
+"""Communication under context parallelism: one all-to-all for each projection of a mixer, and gathers for other code."""
 
 from collections import Counter
 from functools import partial

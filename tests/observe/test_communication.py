@@ -1,4 +1,4 @@
-"""The collectives of split models are exactly those of the published bounds, in blocks, embedding, head and loss.
+"""The collectives of split models equal the published bounds, in blocks, embedding, head and loss.
 
 For plans that are correct but wasteful, the superfluous collectives and their modules are named.
 """
@@ -371,7 +371,7 @@ def test_gradients_of_replicated_parameters_are_counted_separately():
     biases = [f"layers.{i}.{linear}.bias" for i in range(2) for linear in ("attn.o_proj", "mlp.down_proj")]
     assert set(communication.gradients) == {*norms, *biases, "norm.weight"}
     assert communication.gradients["layers.0.attn.q_norm.weight"] == 4 * 4
-    # A replicated stream gives full gradients to all parameters outside of regions.
+    # If the stream is replicated, all parameters outside of regions have full gradients, so no sum is needed.
     replicated = count(Tiny, TPOptions(Degrees(tp=2), sequence_parallel=False), TinyPlan)
     assert set(replicated.gradients) == {f"layers.{i}.attn.q_norm.weight" for i in range(2)}
 

@@ -70,7 +70,7 @@ def step(manager, model, optimizer):
 
 
 def code_around_the_model(model):
-    """Return everything that runs in a step besides the model's code: hooks, modes, replaced methods."""
+    """Return everything but the model's code that runs in a step: hooks, dispatch modes and replaced methods."""
 
     def of(owner):
         hooks = {key: len(value) for key, value in vars(owner).items() if key.endswith("_hooks")}
@@ -321,7 +321,7 @@ def test_counts_equal_those_of_a_proof_and_of_compiled_blocks(two_ranks):
             actual = Counter()
             for part in everything:
                 for row in part["collectives"]:
-                    # With FSDP2 the backward sums gradients of replicated parameters, which otherwise stay Partial.
+                    # With FSDP2 the backward sums the gradients of replicated parameters; without FSDP2 they stay Partial.
                     if row["phase"] == phase and (not backward or row["operation"] != "all_reduce"):
                         actual[row["operation"], "count"] += row["count"] * len(part.get("names", [0]))
                         actual[row["operation"], "bytes"] += row["bytes"] * len(part.get("names", [0]))

@@ -78,9 +78,9 @@ EXPECTED = {
     per_op(): BLOCKS * 3,  # of seven products, the second, fourth and sixth
     per_op(matmuls="none"): BLOCKS * IN_BLOCK,
     per_op(matmuls="all", force_recompute_mm_shapes_by_fqns=("gate_proj",)): BLOCKS
-    * 2,  # up_proj has gate_proj's size
+    * 2,  # gate_proj was named by its size, and up_proj has the same size
     per_op(force_recompute_mm_shapes_by_fqns=("attn.",)): BLOCKS
-    * 5,  # the four of attention; the policy counts gate, up, down
+    * 5,  # the four products of attention and one of the MLP; the policy counts only gate, up and down
 }
 
 
@@ -246,7 +246,7 @@ REFUSED = {
     '"relu" is no operator': lambda: applied(per_op(keep_operators=("relu",))),
     '"aten::relu.loud" is no operator': lambda: applied(per_op(keep_operators=("aten::relu.loud",))),
     "draws random numbers": lambda: applied(per_op(keep_operators=("aten::native_dropout",))),
-    "which per_op_sac_matmuls decides": lambda: applied(per_op(keep_operators=("aten::mm",))),
+    "per_op_sac_matmuls decides about these": lambda: applied(per_op(keep_operators=("aten::mm",))),
     "exceptions to per_op_sac_matmuls": lambda: per_op(matmuls="none", force_recompute_mm_shapes_by_fqns=("o_proj",)),
     "in no name of a Linear": lambda: applied(per_op(force_recompute_mm_shapes_by_fqns=("router",))),
     "no other operator is kept": lambda: per_op(matmuls="none", keep_attention=False, keep_collectives=False),
@@ -349,7 +349,8 @@ def test_kept_collectives_are_not_recomputed(under_tp, sequence_parallel):
         grads, counts[name] = under_tp[sequence_parallel, name]
         for key, value in expected.items():
             assert torch.equal(grads[key], value), (name, key)
-    # A block's forward: with sequence parallelism in and out of mixer and MLP, without it out of each.
+    # Collectives of a block's forward: with sequence parallelism at the entry and exit of mixer and MLP, otherwise only at
+    # the exits.
     each = 2 if sequence_parallel else 1
     again = {name: count - least for name, count in counts.items()}
     assert again == {

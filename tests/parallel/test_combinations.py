@@ -1,4 +1,5 @@
-"""Combinations of options: a selection with every pair of options runs here, and the page of all is up to date."""
+"""Combinations of options: a selection with every pair of options runs here, and the page of all combinations is up to
+date."""
 
 import itertools
 
@@ -27,8 +28,8 @@ def pairs(combination):
 @pytest.fixture(scope="module")
 def results(verdicts):
     run = [c for c, why in verdicts.items() if why is None and c.ranks <= 8]
-    # A compiled combination takes seconds, so have every option once, and none with GLA, which test_architectures.py
-    # compiles.
+    # A compiled combination takes seconds, so the selection covers each option instead of every pair. GLA is left out,
+    # because test_architectures.py compiles it.
     compiled = [c for c in run if c.compiled and c.ranks < 8 and c.kind != "gla"]
     return run_on_ranks(
         [*cover([c for c in run if not c.compiled], pairs), *cover(compiled, lambda c: set(options(c)))]

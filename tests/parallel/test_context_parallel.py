@@ -69,7 +69,7 @@ def test_a_step_equals_that_of_one_process():
 
 
 def documents(rank):
-    """Return, for each model, the losses of packed documents: of the unsplit and the split model, and with a fused loss."""
+    """Return three losses of packed documents for each model: unsplit, split, and split with a fused loss."""
     from titanplans import kernels
     from titanplans.loss import FusedLoss
     from titanplans.parallel import cross_entropy

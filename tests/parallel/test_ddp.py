@@ -23,7 +23,7 @@ RANKS, BATCH, LENGTH, LAYERS = 2, 8, 8, 4
 
 
 class AsDict(Tiny):
-    """Returns a dict, whose tensors torch finds. One block is optional, and one bias is never used."""
+    """A model that returns a dict, in which torch finds the tensors. One block is optional, and one bias is never used."""
 
     def __init__(self):
         super().__init__()
@@ -50,7 +50,7 @@ class Wide(Tiny):
 
 
 class Counting(Tiny):
-    """Counts its forwards in a buffer."""
+    """A model that counts its forwards in a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -74,7 +74,7 @@ def data(sequences=slice(None)):
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, 32, (BATCH, LENGTH), generator=generator)
     labels = tokens.masked_fill(torch.rand(BATCH, LENGTH, generator=generator) < 0.3, -100)
-    # Ranks have different counts of tokens, so the mean of their means is not the mean.
+    # The ranks have different counts of tokens, so the mean of the ranks' losses differs from the mean over all tokens.
     labels[: BATCH // 2, 2:] = -100
     return tokens[sequences], labels[sequences], (labels != -100).sum()
 
@@ -117,7 +117,7 @@ def step(rank, options, cls=Tiny, steps=1, **kwargs):
     for _ in range(steps):
         optimizer.zero_grad()
         loss = loss_of(model, mine(rank), **kwargs)
-        # not around the forward, which would not compile under a dispatch mode
+        # the counter is not active in the forward, which would not be compiled under a dispatch mode
         with OperatorCounts() as sums:
             loss.backward()
         optimizer.step()
@@ -320,7 +320,9 @@ def test_a_step_equals_that_of_one_process(results, case):
 def test_unused_parameters(results, case):
     grads, _, weights = results[case]
     expected, after = reference(AsDict, steps=2)
-    if "static" in case:  # it gives zeros to unused parameters, which SGD without momentum ignores
+    if (
+        "static" in case
+    ):  # a static graph gives unused parameters gradients of zero, which SGD without momentum ignores
         assert grads["never"] is None or not grads["never"].any()
         expected["never"] = grads["never"]
     check(grads, expected)
@@ -347,7 +349,7 @@ def test_accumulated_gradients_equal_those_of_the_full_batch(results, case):
 
 
 def test_the_bucket_size_limits_an_all_reduce(results):
-    # of the second step: torch uses one bucket until the first step ended
+    # the all-reduces of the second step are counted: torch uses one bucket until the first step has ended
     default, small = results["buckets"]
     sizes = [p.numel() * p.element_size() for p in build().parameters()]
     assert default == 1  # 80 KB
@@ -358,7 +360,7 @@ def test_the_bucket_size_limits_an_all_reduce(results):
 
 def test_equal_blocks_are_one_graph_unless_buckets_split_them(results):
     one_graph, split = results["graphs"][False], results["graphs"][True]
-    assert one_graph[0] == 1  # for all blocks
+    assert one_graph[0] == 1  # one graph for all blocks
     assert split[0] > 1
     for _, grads in (one_graph, split):
         check(grads, reference(Wide)[0])
@@ -384,9 +386,10 @@ def test_autocast_computes_in_its_dtype_and_keeps_the_parameters(results):
 
 
 def test_buffers_are_broadcast_from_rank_0_once_or_in_each_forward(results):
-    # 10 at the start, from rank 0; each forward adds 1 on rank 0 and 2 on rank 1
+    # the counter starts at rank 0's value, 10; each forward adds 1 on rank 0 and 2 on rank 1
     assert results["buffers"][False] == [14.0, 18.0]
-    # the last forward in training began with rank 0's 12; the one after it was not in training
+    # the last forward in training began with rank 0's value, 12; the forward after it was not in training, so nothing was
+    # sent
     assert results["buffers"][True] == [14.0, 16.0]
 
 

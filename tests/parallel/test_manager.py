@@ -153,7 +153,7 @@ def with_buffer(value):
 
 
 def abandoned(how, **options):
-    """Return the gradient norm of a step that follows one abandoned between micro batches, and of the same step alone."""
+    """Return the gradient norm of a step after an abandoned step, and of the same step without the abandoned step."""
     norms = []
     for is_abandoned in (True, False):
         manager = ParallelManager(FSDP2Config(**options), Degrees(dp_replicate=2), device_type="cpu")
@@ -213,7 +213,7 @@ results = process_groups.case_fixture(all_cases, 4)
 @pytest.mark.parametrize("name", CASES)
 def test_a_loop_trains_as_in_one_process(name, results):
     expected, got = plain(), results[name]
-    # float64. AdamW's first step divides each gradient by itself, so an error of 1e-16 becomes 1e-9 if it is near 0.
+    # float64. AdamW's first step divides each gradient by itself: if a gradient is near 0, an error of 1e-16 becomes 1e-9.
     torch.testing.assert_close(torch.stack(got["losses"]), torch.stack(expected["losses"]), rtol=1e-9, atol=0)
     torch.testing.assert_close(
         torch.stack(got["norms"]).double(), torch.stack(expected["norms"]), rtol=1e-6, atol=0

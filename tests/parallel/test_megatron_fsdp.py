@@ -1,7 +1,7 @@
 """Megatron-FSDP: options reach the package under its names, and the need for CUDA is checked first.
 
-With the package installed, its signatures and its optimizer are tested; without it, the error. Nothing is trained here,
-which would take two GPUs.
+If the package is installed, its signatures and its optimizer are tested, otherwise the error. Nothing is trained here,
+because training would need two GPUs.
 """
 
 import importlib.util
@@ -183,7 +183,7 @@ def test_the_first_update_is_that_of_the_optimizer():
     torch.testing.assert_close(stepped(adam, *parameters), expected, rtol=0, atol=0)
     assert [group["lr"] for group in adam.param_groups] == [0.1, 0.01]
 
-    # The reason for all this: if it fails, the package no longer takes a step by itself.
+    # This is why titanplans suppresses the package's first step. If this assertion fails, the package no longer takes it.
     adam, *parameters = optimizer()
     fully_shard_optimizer(adam)
     assert not torch.allclose(stepped(adam, *parameters)[0], expected[0], rtol=1e-3)

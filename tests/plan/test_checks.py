@@ -238,7 +238,9 @@ def test_a_split_mixer_with_an_unknown_number_of_heads_is_refused():
     assert "set head_names in TinyPlan" in message
 
     for layer in model.layers:
-        layer.attn.num_key_value_heads = 4  # these alone do not tell the number of heads
+        layer.attn.num_key_value_heads = (
+            4  # the number of heads does not follow from the number of key/value heads
+        )
     assert refused(TinyPlan, degree=4, model=model) == message
 
     class Counted(TinyPlan):

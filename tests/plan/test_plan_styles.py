@@ -189,7 +189,7 @@ MISUSED = {
         Packed, changed(PackedPlan, lambda plan: {"o_norm": plan.split_norm()}), "it subtracts a mean"
     ),
 }  # fmt: skip
-"""Model or module class, plan, a fragment of the error, and the degree if it is not 2."""
+"""By case: the model or module class, the plan, a fragment of the error, and the degree if it is not 2."""
 
 
 @pytest.mark.parametrize("name", MISUSED)
@@ -234,7 +234,8 @@ def test_a_style_of_torch_for_a_parameter_is_refused():
 
 
 def test_packed_weights_keep_their_values_and_are_sharded_in_memory():
-    """Optimizers, FSDP2 and checkpoints see a DTensor with the full values in their order; a rank stores its shard."""
+    """Optimizers, FSDP2 and checkpoints see a DTensor with the full values in their original order; a rank stores a
+    shard."""
     unsplit = with_mixer(Packed)
     before = {name: param.detach().clone() for name, param in unsplit.named_parameters()}
 

@@ -53,7 +53,7 @@ def test_a_plan_of_another_package_is_found_by_its_entry_point(another):
 
 
 def test_an_entry_point_that_fails_is_named(another):
-    """The other plans are not affected."""
+    """A package whose plans can't be imported does not affect other plans."""
     write(another, "broken_elsewhere", "import no_such_module\n")
     write(another, "plan_elsewhere", PLAN.format(name="elsewhere"))
     fault = "entry point mine = 'broken_elsewhere' of the group titanplans.plans: ModuleNotFoundError"
@@ -100,9 +100,9 @@ def test_a_plan_is_found_by_the_config_s_model_type_or_the_class(another, how):
         (lambda: register_plan("x")(lambda: 1), r"register_plan\('x'\): .* is not a subclass"),
         (
             lambda: register_plan(TinyPlan),
-            r"register_plan\(<class 'tests.support.tiny_model.TinyPlan'>\): pass the names",
+            r"register_plan\(<class 'tests.support.tiny_model.TinyPlan'>\): pass the model types",
         ),
-        (lambda: register_plan()(TinyPlan), r"register_plan\(\): pass the names"),
+        (lambda: register_plan()(TinyPlan), r"register_plan\(\): pass the model types"),
     ],
 )
 def test_wrong_registrations_are_refused(another, register, message):

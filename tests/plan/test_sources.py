@@ -1,4 +1,4 @@
-"""Where a plan is from: the user's in each of its forms, the registered one, a kept one; and what each of them refuses."""
+"""The sources of a plan: a user's plan in each of its forms, the registered plan, a kept plan; and what each refuses."""
 
 import re
 from functools import partial
@@ -59,7 +59,7 @@ def small(name, **overrides):
     ("name", "plan"), [("llama", AUTOMODEL), ("qwen3", AUTOMODEL | QK_NORMS), ("llama", BLOCKS)]
 )
 def test_a_dict_of_torch_s_styles_alone_is_proved(name, plan):
-    """What the dict leaves out is replicated."""
+    """Modules that the dict leaves out are replicated."""
     report = verify_plain(partial(modeling.build_real, small(name)), plan, degrees=[2], **PLAIN)
     assert report.passed, report.table()
 
@@ -172,7 +172,7 @@ def test_a_model_without_a_plan_is_refused_with_the_three_sources():
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "mixtral"])
 def test_registered_plans_split_the_projections_that_transformers_splits(name):
-    """Another source for the choice of each projection; transformers' plan of experts uses other strings."""
+    """transformers' own table chooses the same style for each projection; its strings for experts are different."""
     config = small(name)
     styles = check_plan(modeling.build(config), Degrees(tp=2))
     expected = {
@@ -228,7 +228,7 @@ def test_a_kept_file_that_was_changed_is_refused():
 
 
 class Wider(Tiny):
-    """The same names, in another file than Tiny."""
+    """A subclass of Tiny without changes, which is defined in another file than Tiny."""
 
 
 def test_a_kept_plan_belongs_to_the_code_of_the_model_and_of_its_base_classes(tmp_path, monkeypatch):
@@ -335,7 +335,7 @@ def test_parallelize_finds_a_kept_plan_before_it_converts_the_model():
 
 
 class InNoFile(nn.Module):
-    """As if it were defined in a notebook."""
+    """A model class without a source file, as if it were defined in a notebook."""
 
     __module__ = "a_notebook"
 

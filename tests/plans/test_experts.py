@@ -133,7 +133,8 @@ def test_a_router_with_random_jitter_is_refused():
 
 
 def test_all_files_that_import_kernels_of_fla_are_known():
-    """Stand-ins have to be installed before files of transformers that import FLA's kernels, such as Qwen3-Next's."""
+    """Stand-ins have to be installed before transformers' files that import FLA's kernels are imported, such as
+    Qwen3-Next's."""
     named = ("qwen3_next", "mixtral", "llama", "gla")
     assert [name for name in named if kernels.calls_fla(modeling.load_config(name, "debug"))] == [
         "qwen3_next"
@@ -218,7 +219,7 @@ def test_in_float8_the_router_gets_the_sequence_in_its_own_dtype():
     ],
 )
 def test_widths_that_grouped_mm_does_not_support_are_refused(name, fields, dtype, multiple):
-    """Otherwise torch fails in the first forward: "strides should be multiple of 16 bytes"."""
+    """The width is checked, because torch would fail in the first forward: "strides should be multiple of 16 bytes"."""
     model_config = config(name, **fields)
     with torch.device("meta"):
         model = modeling.build(model_config)

@@ -42,7 +42,8 @@ def prove(name, recipe, **options):
 
 
 def test_a_cast_gives_the_same_in_forward_and_backward():
-    """torchao casts through float32, which a proof replaces by float64 only in forwards. The result is 36, not 40."""
+    """torchao casts through float32, which a proof replaces by float64 only in forwards. Both casts have to give 36, not
+    40."""
     model = nn.Sequential(nn.Linear(16, 16))
     convert(model, emulate=True)
     x, scale = torch.tensor(0.3564357183595591, dtype=torch.float64), torch.tensor(106.611083984375)
@@ -81,7 +82,7 @@ def test_local_scales_are_rejected(fault, monkeypatch):
     fault(monkeypatch)
     report = prove("gla", "tensorwise")
     assert not report.passed
-    # A step between float8 values is 1/16, far above a rounding of float64.
+    # Neighbouring float8 values differ by 1/16, which is far more than a rounding in float64.
     assert max(check.error for check in report.cases[0].checks) > 1e9
 
 
@@ -90,10 +91,10 @@ def test_local_scales_of_rows_are_rejected(monkeypatch):
     assert not prove("qwen3", "rowwise").passed
 
 
-# A rank computes what torchao computes.
+# Each rank computes the same values as torchao.
 
 ALONE = ReplicatedInRegion(), HeadRanks(0, 1, ("no group", 1), None, (0,))
-"""The style and the ranks of a Linear that is unsplit, or on the only rank of a group."""
+"""The style of a Linear and its number of ranks: unsplit, or split over one rank."""
 
 
 @needs_torch_2_13("products on CPUs have one scale per tensor before it")

@@ -11,7 +11,7 @@ def test_raven_is_refused_with_random_numbers_for_each_head():
         model = modeling.build(modeling.load_config("raven", "debug", add_gumbel_noise=True))
     with pytest.raises(PlanError, match=r"add_gumbel_noise = True"):
         check_plan(model, Degrees(tp=2))
-    check_plan(model, Degrees(pp=2))  # without TP, no heads are split
+    check_plan(model, Degrees(pp=2))  # allowed, because no heads are split without TP
 
 
 def test_deltaformer_is_refused_with_fewer_heads_of_keys():

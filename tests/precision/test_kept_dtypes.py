@@ -29,7 +29,7 @@ KEPT = {
     "ernie4_5_moe": ("mlp.gate.weight", "mlp.gate.moe_statics." + BIAS),
     "gpt_oss": ("layernorm.weight", "model.norm.weight"),
 }
-"""Suffixes of the names of tensors that stay in float32. Those of gpt-oss do so only if the model is in float16."""
+"""By model, suffixes of the names of tensors that stay in float32 (in gpt-oss only if the model is in float16)."""
 CASES = [(name, torch.float16 if name == "gpt_oss" else torch.bfloat16) for name in KEPT]
 ERNIE = dict(
     vocab_size=97, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,

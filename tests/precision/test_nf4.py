@@ -106,7 +106,7 @@ def build(kind: str) -> nn.Module:
     for (
         name,
         weight,
-    ) in weights.items():  # keep the initial scales, because random scales would be unlike a model's
+    ) in weights.items():  # keep the initial scales: a real model never has random scales
         model.get_parameter(name).data.copy_(weight)
     return model
 

@@ -25,7 +25,7 @@ COUNTS = {
     "gemma3_text": (38, 2),
     "gemma3": (130, 13),
 }
-"""Counts of mutants, and of equivalent ones, whose sums docs/plans.md has. Fewer would mean that operators no longer
+"""The counts of mutants and of equivalent mutants; docs/plans.md has their sums. If a count falls, an operator may no longer
 apply."""
 
 

@@ -58,9 +58,9 @@ WRONG = {
     ),
     "a balance that each rank counts by itself": (
         ("mixtral", without("mixtral", "model_functions", lambda self, model: {}), {}),
-        "gradient of the output of model.layers.1.mlp.gate",  # experts' tokens can't be compared: each rank sorts its own
+        "gradient of the output of model.layers.1.mlp.gate",  # not the experts, whose tokens each rank sorts
         "the model adds a loss to the cross entropy, and model_functions of Without is empty, so each rank may add "
-        "it: name there the function that computes it, with self.count_once",
+        "the full loss: return {name of the function that computes it: self.count_once} from model_functions",
     ),
     "a count of all heads": (
         ("mamba2", without("mamba2", "local_attributes", lambda self, attn: {}), {}),
@@ -68,7 +68,7 @@ WRONG = {
         "set its counts in local_attributes or mlp_attributes",
     ),
 }
-"""Model, plan and config fields; the module that is named; part of the advice."""
+"""By fault: the model, the plan and the config fields; the module that the report names; a fragment of the advice."""
 
 
 NOT_SPLIT = changed(PLANS["llama"], q_proj=lambda plan, style: plan.replicated_in_region())

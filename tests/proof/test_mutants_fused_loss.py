@@ -42,7 +42,7 @@ def one_rank_alone(monkeypatch):
 
 
 def no_cap(monkeypatch):
-    """The soft cap after the head is left out, as is the check that compares it with the model."""
+    """The soft cap after the head is left out, and so is the check that compares the soft cap with the model's code."""
 
     class Uncapped(FusedLoss):
         def __init__(self, model):

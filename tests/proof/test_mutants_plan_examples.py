@@ -63,7 +63,7 @@ GROUP = 6  # rows of B, and of C
 
 
 def boundary_moved(plan, style):
-    """One head of x is counted as z's."""
+    """The section z has the rows of one more head, which belong to x."""
     return faults.with_option(style, sections=(WIDTH + SIZE, WIDTH - SIZE, *style.sections[2:]))
 
 
@@ -157,7 +157,7 @@ FAULTS = {
     "a decay by the local index of a head": (retention, RetentionPlan, "local_functions", None, "attn"),
     "the balance of experts counted by each rank": (balanced, ExpertsPlan, "model_functions", None, "mlp"),
 }  # fmt: skip
-"""Model, plan, key, fault and the module to name. Without a fault, the key is a method of the plan that is removed."""
+"""By name: model, plan, key, fault and the module to name. Without a fault, the key is a method that is removed."""
 SHARED = ("another rank's rows", "shared heads not counted by the norm")
 """Proved at degree 4, where ranks share heads."""
 
@@ -174,7 +174,7 @@ BY_TOKENS = {
     "experts' biases added by each rank": ("tp x cp",),
     "a router whose gradient is not summed": ("tp x cp",),
 }
-"""The degrees at which these are wrong under context parallelism too. Faults in what a style installs affect TP alone."""
+"""The degrees at which these faults are wrong, with context parallelism, too. All other faults affect only TP."""
 
 
 def rejected(name, degree, context=1):

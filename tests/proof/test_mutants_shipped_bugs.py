@@ -51,7 +51,7 @@ class Positional(TinyPlan):
 
 
 class ByKeyword(Positional):
-    """The same with its input declared by keyword, which is how the block passes it."""
+    """The same plan with the input declared as a keyword argument. The block passes its input by keyword."""
 
     region = PrepareModuleInput(
         input_kwarg_layouts={"hidden_states": Shard(1)},

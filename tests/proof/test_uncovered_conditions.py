@@ -32,7 +32,7 @@ UNREACHED = {
         f"{_PADDING}: {_CAT_PADDING}",
         f"{_PACKED}: ValueError: CAT does not support variable-length `cu_seqlens` inputs yet; use fixed-length batches. "
         "(fla.models.cat.modeling_cat)",
-        "a cache without padding: its forward returns none called cache, past_key_values or cache_params",
+        "a cache without padding: its forward returns no cache called cache, past_key_values or cache_params",
         f"{_PADDED_CACHE}: {_CAT_PADDING}",
     ],
     "deltaformer": [
@@ -66,7 +66,8 @@ UNREACHED = {
         "(fla.layers.wall_attn)"
     ],
 }
-"""All others are proved with padding, documents, and a cache with and without padding. Line numbers are left out."""
+"""All other architectures are proved with padding, documents, and a cache with and without padding. The table has no line
+    numbers."""
 
 
 @pytest.mark.parametrize("name", sorted(registered_plans()))

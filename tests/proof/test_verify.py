@@ -46,7 +46,7 @@ def test_the_grid_of_degrees_and_options_is_proved():
         assert not case.missing
         assert case.finding is None
         assert not case.notes
-        # Errors of a correct plan are about one epsilon: the tolerance (688 here) is an upper bound.
+        # Errors of a correct plan are about one epsilon, because the tolerance (688 here) is a bound for the worst case.
         fraction = 0.01 if case.scenario.dtype == "float64" else 0.7
         assert all(check.error < fraction * check.tolerance for check in case.checks if check.tolerance)
         assert next(check for check in case.checks if check.what == "replicas").error == 0
@@ -54,7 +54,7 @@ def test_the_grid_of_degrees_and_options_is_proved():
     assert str(refusal).startswith("not proved: tp 8: ")
     assert "num_heads = 4" in refusal.reason
     assert lines[0] == "the unsplit model"
-    # one before each case that is proved again
+    # one call before each case that is proved again
     again = lines.count("more perturbed runs of the unsplit model")
     assert len(lines) == lines.count("the unsplit model") + len(report.cases) + 2 * again
     assert report.subject == "Tiny, TinyPlan"

@@ -122,13 +122,13 @@ def positions_repeat(call: Call) -> bool:
 
 
 def is_outdated(call: Call, value: torch.Tensor, key: Any = None) -> bool:
-    """Whether the first such value of this module, which a plan may have cached, differs from `value`."""
+    """Whether `value` differs from the first value that this module got, which a plan may have cached."""
     first = call.module.__dict__.setdefault("kept", {}).setdefault(key, value.detach().clone())
     return not torch.equal(first, value)
 
 
 def wrong_after_another(call: Call) -> Any:
-    """Scale the gradient as if the length were that of the newest forward."""
+    """Scale the gradient as if the sequence had the length of the newest forward."""
     length = call.module.__dict__["newest"] = call.shape[1]
     if call.output.requires_grad:
         call.output.register_hook(lambda grad: grad * (length / call.module.__dict__["newest"]))
@@ -290,7 +290,7 @@ def test_a_hook_by_itself_is_not_wrong(model):
 
 
 def test_replicas_that_are_not_broadcast_are_rejected():
-    """Each rank keeps its own initial values."""
+    """The split broadcasts rank 0's values, but a faulty style restores each rank's own initial values."""
 
     class Own(TinyPlan):
         def attn_plan(self, attn):
@@ -324,7 +324,8 @@ def test_a_weight_that_is_copied_once_is_rejected():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_sum_rounded_to_bfloat16_is_rejected(dtype):
-    """In float32 a bound for the worst case of all roundings would allow it: the error is 16,000 of 19,008 epsilons."""
+    """A bound for the worst case of all roundings in float32 would allow this fault: its error is 16,000 of 19,008
+    epsilons."""
     fault = Fault(lambda c: True, "", key="o_proj", effect=lambda c: c.output.bfloat16().to(c.output.dtype))
     report = proved("tiny", plan_of(fault), dtype=dtype)
     assert not any(case.passed for case in report.cases)
@@ -361,7 +362,7 @@ class PatchesMethod(TinyPlan):
 
 
 class PatchesFunction(TinyPlan):
-    """Replaces a function of torch, by a style and once."""
+    """A plan with a style that replaces a function of torch."""
 
     def mlp_plan(self, mlp):
         def patching(original, module, border):

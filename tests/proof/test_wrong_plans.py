@@ -86,7 +86,7 @@ class PostBlock(Block):
 
 
 class PostNormed(Tiny):
-    """The mixer has a norm after its rowwise projection, so on the residual stream."""
+    """A mixer with a norm after its rowwise projection; the norm is therefore on the residual stream."""
 
     def __init__(self):
         super().__init__()
@@ -116,7 +116,7 @@ WRONG = {
     "replicas differ": (Tiny, tiny_plan_with(q_norm=differing), True, "forward", "layers.0.attn.q_norm", ""),
     "loss divided": (
         Tiny, ScalingPlan, True,
-        "backward", "lm_head.weight", "exactly 1/4 of it: divided by the number of ranks",
+        "backward", "lm_head.weight", "exactly 1/4 of the right one: divided by the number of ranks",
     ),
     "input's gradient not summed": (
         Tiny, tiny_plan_with(**{"": gradient_left}), False,
@@ -172,7 +172,7 @@ class OnStream(TinyPlan):
     ],
 )
 def test_the_style_that_sums_a_gradient_is_named(model_fn, plan, module, style):
-    """The named style would be right: the plans have no other fault."""
+    """With the style that the report names, the plan is right, because it has no other fault."""
     (case,) = verify_sharded(model_fn, plan).cases
     assert case.finding.first.name == f"layers.1.{module}.weight"
     assert f"not summed over the ranks; {style} sums it;" in str(case.finding)
@@ -193,7 +193,8 @@ def test_the_module_is_named_for_a_sequence_of_one_token(plan, module):
 
 
 def test_replicated_after_the_sum_is_right_on_a_sharded_sequence():
-    """Each rank has other tokens, so the gradient is Partial: the fault "replicated after the sum" is none there."""
+    """Under context parallelism each rank has other tokens, so this gradient is Partial, and "replicated after the sum" is
+    correct."""
     plan = tiny_plan_with(post_norm=lambda p: p.replicated_in_region())
     report = verify_plain(PostNormed, plan, degrees=[2], loss_parallel=True)
     assert [case.passed for case in report.cases] == [True, False]
@@ -202,7 +203,7 @@ def test_replicated_after_the_sum_is_right_on_a_sharded_sequence():
 
 
 def test_a_row_has_the_errors_of_its_own_training():
-    """They are in epsilons of its own precision, although the module is located with a plain step in float64."""
+    """Errors are in epsilons of the case's own precision, although the module is located by a plain step in float64."""
     plan = tiny_plan_with(q_norm=lambda p: p.replicated_off_stream())
     report = verify_sharded(Tiny, plan, conditions="pairs")
     worst = {}

@@ -220,7 +220,8 @@ MUTANTS = {
     "a sum over replicas": (replicas_unsummed, DEGREES[3:], {"replicas", *GRADIENTS}),
     "others' norms": (norm_of_local_experts, [(1, 2, 2), (2, 2, 4), (1, 4, 2)], {"norm", "replicas"}),
 }
-"""For each missing or wrong step: the patch, the degrees at which it is a fault, and the quantities that are wrong."""
+"""By mutant, which leaves out or changes one step: the patch, the degrees at which it is a fault, and the wrong
+quantities."""
 
 
 @pytest.mark.parametrize(
@@ -259,7 +260,7 @@ def test_a_rank_without_tokens_that_skips_its_experts_is_rejected(
 
 
 CAPACITY = 0.5
-"""Capacity factor; with two experts a token most experts overflow."""
+"""The capacity factor. Each token goes to two experts, so most experts get more tokens than their capacity."""
 
 
 def within_capacity(experts, weights, ranks):

@@ -129,7 +129,8 @@ def test_the_base_called_by_itself_returns_full_hidden_states(name, sequence_par
 
 
 def prompted(model, prompt, to):
-    """Return the logits of soft prompts followed by embedded tokens; `to` calls the model, or its base and its head."""
+    """Return the logits of soft prompts followed by embedded tokens. `to` calls the full model, or its base model and its
+    head."""
     embedded = model.get_input_embeddings()(ids())
     embedded.retain_grad()
     return to(model, torch.cat([prompt.expand(2, -1, -1), embedded], 1)), embedded
@@ -344,7 +345,7 @@ def test_forwards_of_several_lengths_before_one_backward(lengths, reentrant):
         losses = [model(ids(length)).logits.sin().mean() for length in lengths]
         with torch.no_grad():
             model(ids(4))
-            model(ids(5))  # in full
+            model(ids(5))  # a forward that is not interrupted
         return sum(losses)
 
     on_ranks(compare(loss))
@@ -408,7 +409,7 @@ def test_an_embedding_called_on_shards_is_not_recomputed_on_full_sequences():
 
     def work(split, unsplit):
         split(ids()).logits.sum().backward()
-        # otherwise the recomputation ends before the sum over the ranks
+        # without this, the recomputation would end before the sum over the ranks
         with set_checkpoint_early_stop(False):
             outside = checkpoint(split.get_input_embeddings(), ids(), use_reentrant=False)
         with pytest.raises(PlanError, match="recomputes the embedding, which was called on shards"):

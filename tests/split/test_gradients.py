@@ -97,7 +97,7 @@ def random_parameter(rng, mesh, generator):
         if placement.is_partial():
             summand = torch.randn(full.shape, generator=generator).mul(64).round()
             rank, last = mesh.get_local_rank(dim), mesh.size(dim) - 1
-            # Split `local` into random summands that add up to it; they are sharded below like a full tensor.
+            # Split `local` into random terms that add up to it; the terms are sharded below like a full tensor.
             local = local - summand if rank == last else torch.zeros_like(summand)
             local = local + summand if rank == 0 else local
     for dim, placement in enumerate(laid_out):

@@ -24,7 +24,7 @@ GRANTED = GatherPermission(True, "")
 
 
 class AllocatedShapes(TorchDispatchMode):
-    """Collects the shapes of tensors whose memory is as large as their shape says."""
+    """Collects the shapes of tensors that own memory for all of their elements."""
 
     def __init__(self):
         super().__init__()
@@ -54,7 +54,7 @@ def split(name, **sizes):
 @pytest.mark.parametrize(("name", "sizes"), [("llama", {"hidden_size": 112}), ("gla", {})])
 def test_no_hidden_states_of_all_tokens_are_allocated(name, sizes, recomputed):
     with split(name, **sizes) as model:  # hidden_size 112 is no other tensor's width
-        if recomputed:  # makes the first input require a gradient
+        if recomputed:  # recomputation makes the first input require a gradient
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         ids = torch.zeros(1, LENGTH, dtype=torch.long)
         for _ in range(2):

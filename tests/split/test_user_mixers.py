@@ -49,7 +49,7 @@ class Mixer(nn.Module):
     def forward(self, hidden_states):
         x, kind = hidden_states, self.kind
         batch, length, _ = x.shape
-        if kind == "indexer":  # it is called first, without a gradient
+        if kind == "indexer":  # the indexer is called first, without a gradient
             with torch.no_grad():
                 q = self.q_proj(x)
         else:

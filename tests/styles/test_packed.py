@@ -1,4 +1,5 @@
-"""Packed projections whose sections the degree does not divide: the last rank has fewer rows of each section, but some."""
+"""Packed projections whose sections the degree does not divide: the last rank has fewer rows of each section, but at least
+one."""
 
 import pytest
 from torch import nn

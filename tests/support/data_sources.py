@@ -43,7 +43,7 @@ def write_rows(file, rows):
 
 @cache
 def tokenizer():
-    """Return the tokenizer of jobs that configure none."""
+    """Return the tokenizer of a job that does not configure a tokenizer."""
     return HuggingFaceTokenizer(HuggingFaceTokenizer.Config(), tokenizer_path=default_tokenizer_path())
 
 

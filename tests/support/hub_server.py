@@ -147,8 +147,8 @@ def hub_server() -> Iterator[Hub]:
 def use_hub(patch: Callable[[Any, str, Any], None], address: str, cache: Path | str) -> None:
     """Make huggingface_hub in this process send its requests to `address`, and keep downloaded files in `cache`.
 
-    huggingface_hub reads HF_ENDPOINT and HF_HUB_CACHE only once, when it is imported. `patch` is `setattr`, or that of
-    monkeypatch.
+    huggingface_hub reads HF_ENDPOINT and HF_HUB_CACHE only once, when it is imported. `patch` is `setattr`, or the
+    `setattr` of pytest's monkeypatch.
     """
     from huggingface_hub import constants
 

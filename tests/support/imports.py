@@ -9,7 +9,8 @@ ENGINE = ROOT / "titanplans"
 
 
 def imported(file: Path) -> set[str]:
-    """Return the top-level packages that `file` imports. Packages of titanplans are named without it, e.g. "split"."""
+    """Return the top-level packages that `file` imports. Packages of titanplans are named without the prefix
+    "titanplans.", e.g. "split"."""
     names = set()
     for node in ast.walk(ast.parse(file.read_text())):
         modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -24,7 +25,8 @@ def imported(file: Path) -> set[str]:
 
 
 def package_imports() -> dict[str, set[str]]:
-    """Return for each package of the engine the others that it imports. `plans` and `models` are not part of the engine."""
+    """Return, for each package of the engine, which other packages it imports. `plans` and `models` are not in the
+    engine."""
     packages = {path.parent.name for path in ENGINE.glob("*/__init__.py") if not path.parent.is_symlink()}
     return {
         name: {other for file in (ENGINE / name).rglob("*.py") for other in imported(file)}

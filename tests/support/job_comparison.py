@@ -1,4 +1,4 @@
-"""Compare jobs on four ranks, also resumed at other degrees, with the same jobs in one process."""
+"""Compare jobs on four ranks with the same jobs in one process. Some jobs are resumed at other degrees of parallelism."""
 
 import os
 from collections.abc import Iterable
@@ -100,9 +100,10 @@ def runs(
         models: the config fields of each model.
         jobs: the model and the options of each job on four ranks.
         tuned: the model, the options and the degrees of each job that runs on one rank and on four ranks.
-        segments: options of the runs that train one job to its end, each resuming the one before.
+        segments: the options of several runs that together train one job. Each run resumes from the checkpoint of the run
+            before it.
         resumed: the model of the job that `segments` train.
-        alone: the models that one rank trains.
+        alone: the models that are also trained on one rank.
         options: further options of all jobs except `tuned`.
     """
 

@@ -1,8 +1,7 @@
 """Count the operators of a step that would launch a kernel on a GPU, by the function of titanplans that calls them.
 
-The step runs on a CPU, where each kernel of flash-linear-attention consists of several operators. This is the same for the
-unsplit model and the split one.
-"""
+The step runs on a CPU, where the stand-in of a kernel of flash-linear-attention runs several operators. The unsplit model
+and the split model run the same stand-ins."""
 
 import functools
 import sys
@@ -21,7 +20,7 @@ from titanplans.torch_private.dispatch import schema
 
 ROOT = str(Path(titanplans.__file__).parent) + "/"
 FREE = {
-    # these only allocate
+    # operators that only allocate memory
     *(
         "empty",
         "empty_like",
@@ -38,7 +37,7 @@ COLLECTIVES = ("_c10d_functional::", "c10d::")
 
 @functools.cache
 def launches(func) -> bool:
-    """Return whether the operator would launch a kernel, as it does if it computes a new tensor.
+    """Return whether the operator would launch a kernel. An operator that computes a new tensor does.
 
     Operators that return a view or only allocate memory launch none.
     """
@@ -53,8 +52,8 @@ def launches(func) -> bool:
 class Launches(TorchDispatchMode):
     """Counts launches by (operator, caller).
 
-    The caller is the innermost function of titanplans, as "file.py function"; None: no function of titanplans runs. An
-    operator of torch's own backward counts for the caller of its forward.
+    The caller is the innermost running function of titanplans, as "file.py function". None: no function of titanplans is
+    running. An operator in a backward of torch counts for the caller of the forward.
     """
 
     def __init__(self):
@@ -70,7 +69,7 @@ class Launches(TorchDispatchMode):
             self.nodes[sequence_number() - 1] = caller, in_stand_in
         elif caller is None and (node := running_node()) is not None:
             caller, in_stand_in = self.nodes.get(number_of_node(node), (caller, in_stand_in))
-        # A kernel takes tensors of any strides, so the copies that its stand-in makes don't count.
+        # A kernel accepts tensors with any strides. Its stand-in has to copy some of them, so these copies don't count.
         if launches(func) and not (in_stand_in and func is torch.ops.aten.clone.default):
             self.counts[schema(func).name, caller] += 1
         return func(*args, **(kwargs or {}))

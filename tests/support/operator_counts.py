@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class OperatorCounts(TorchDispatchMode):
     """Counts operators within the context by the name of their schema, e.g. "c10d::allreduce_".
 
-    On a CPU it also counts the operators of a backward.
+    If the model runs on a CPU, the operators of a backward are counted, too.
     """
 
     supports_higher_order_operators = True

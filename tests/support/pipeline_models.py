@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 WIDTH, LAYERS, VOCABULARY = 16, 4, 4096
 SUPPORTED: dict[str, type[nn.Module]] = {}
 REFUSED: dict[str, tuple[type[nn.Module], str]] = {}
-"""The class of each model, and a pattern of its refusal."""
+"""By class, a regular expression that matches the refusal of the model."""
 
 
 class Block(nn.Module):
@@ -341,13 +341,13 @@ class CountsBlocks(Model):
         return x
 
 
-@refused("calls layers.0 where block 4 is due")
+@refused("calls layers.0 when block 4 is due")
 class LoopedTwice(Model):
     def body(self, x, ids):
         return super().body(super().body(x, ids), ids)
 
 
-@refused("calls layers.1 where block 3 is due")
+@refused("calls layers.1 when block 3 is due")
 class MiddleLooped(Model):
     def body(self, x, ids):
         for at in (0, 1, 2, 1, 2, 3):
@@ -355,7 +355,7 @@ class MiddleLooped(Model):
         return x
 
 
-@refused("calls layers.3 where block 0 is due")
+@refused("calls layers.3 when block 0 is due")
 class Backwards(Model):
     def body(self, x, ids):
         for layer in reversed(self.layers):
@@ -423,7 +423,7 @@ class ReadingBlock(Block):
         return super().forward(x, self.shared["first"])
 
 
-@refused("stage 1 of 2 lacks .* ends with: KeyError: 'first'")
+@refused("stage 1 of 2 has only its own modules .* ends with: KeyError: 'first'")
 class FirstBlockInADict(Model):
     Block = ReadingBlock
 
@@ -515,7 +515,7 @@ class PeekingBlock(Block):
         return super().forward(x if following is None else following.norm(x))
 
 
-@refused("stage 0 of 2 lacks modules|gets other arguments")
+@refused("stage 0 of 2 has only its own modules|gets other arguments")
 class ReadsTheNextBlock(Model):
     Block = PeekingBlock
 
@@ -571,7 +571,7 @@ class DropsLayers(Model):
         return x
 
 
-@refused("embed.weight gets a gradient of zeros, but none in the unsplit model")
+@refused("embed.weight gets a gradient of zeros, but gets no gradient in the unsplit model")
 class DetachesAtTheBorder(Model):
     def body(self, x, ids):
         for at, layer in enumerate(self.layers):
@@ -727,7 +727,7 @@ def halve(_module, gradients, _outputs):
     return (gradients[0] * 0.5,)
 
 
-@refused("the logits are made of values that only another stage has|lacks modules and values")
+@refused("the logits are made of values that only another stage has|has only its own modules")
 class TiedByAnAttribute(Model):
     def add(self):
         self.tied = [self.embed.weight]

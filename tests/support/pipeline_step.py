@@ -48,7 +48,8 @@ def train(
 
 
 def _build(config: PretrainedConfig, job: JobConfig, mesh: Any, length: int) -> Pipeline:
-    """Return this rank's stages. They are initialized with seed 0, as the unsplit model that they are compared with is."""
+    """Return this rank's stages, initialized with seed 0. The unsplit model of the comparison is initialized the same
+    way."""
     loss = CrossEntropyLoss(Loss(fused=False))
     pipeline = build_pipeline(
         LanguageModel(config),

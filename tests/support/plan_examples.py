@@ -157,7 +157,7 @@ class Transposed(nn.Module):
 
 
 class Selective(nn.Module):
-    """The structure of Mamba: a low-rank projection of all channels, with a bias, computes the dt of each channel."""
+    """The structure of Mamba: a low-rank projection with a bias maps all channels to the step size dt of each channel."""
 
     def __init__(self):
         super().__init__()
@@ -217,7 +217,7 @@ class Retention(nn.Module):
 
 
 def decays_of_rank(decays, ranks):
-    """Return a function like `decays` for this rank's heads, with the head indices of the unsplit model."""
+    """Return a function like `decays` for the heads of this rank, which keep their indices in the unsplit model."""
 
     def local(heads, device):
         return decays(heads * ranks.degree, device).narrow(0, heads * ranks.rank, heads)

@@ -26,7 +26,8 @@ class Row(NamedTuple):
     degrees: tuple[int, ...] = (2, 4)
     loss: bool | None = None
     sequence: bool | None = None
-    """True: the sequence is sharded. False: it is replicated. None: both are proved. `loss` is the same for the logits."""
+    """True: the sequence is sharded. False: it is replicated. None: both are proved. `loss` has the same values for
+    the logits."""
     seq_len: int = 16
     recipe: str | None = None
     """The float8 recipe of the unsplit and the split model."""
@@ -37,7 +38,7 @@ class Row(NamedTuple):
 
     @property
     def thorough(self) -> bool:
-        """Whether `make test` leaves the row out. It proves only a row for each kind of mixer."""
+        """Whether only `make test-all` proves the row. `make test` proves one row for each kind of mixer."""
         return QUICK.get(self.name) != self.variant
 
     @property
@@ -110,7 +111,8 @@ _EXPERTS = {
     "qwen3_next": "0-sharded",
 }
 QUICK = _SOFTMAX | _LINEAR | _DELTA | _STATE | _RWKV | _SLOTS | _SPARSE | _EXPERTS | {"llama": "tensorwise"}
-"""The variant that `make test` proves of each architecture: at least one for each kind of mixer, and one in float8."""
+"""By architecture, the variant that `make test` proves. There is at least one for each kind of mixer, and one in
+float8."""
 
 
 def rows() -> list[Row]:
@@ -127,7 +129,8 @@ def _architectures() -> Iterator[Row]:
 
 
 def _families() -> Iterator[Row]:
-    """Yield for each variant a row with loss and sequence sharded, and a row with neither, which is exhaustive for most."""
+    """Yield two rows for each variant: with loss and sequence sharded, and with neither. Most of the latter are
+    exhaustive."""
     for name, variants in zoo.FAMILIES.items():
         for index, fields in enumerate(variants):
             # CAT's code changes the number of tokens, and only 2 ranks divide each of its lengths.
@@ -163,7 +166,7 @@ SINGLE = {
         ),
     },
 }
-"""Options of the config that the rows named "options" do not have, each by itself."""
+"""Config options that the rows named "options" leave out. Each of them gets a row of its own."""
 
 
 def _options() -> Iterator[Row]:
@@ -211,7 +214,8 @@ FLOAT8 = {
     "gemma3_text": (_ALIGNED | dict(num_key_value_heads=2), ()),
     "gemma3": (dict(num_hidden_layers=1, intermediate_size=64), ("vision_tower",)),
 }
-"""Config fields with which sizes are multiples of 16 on each of four ranks, and modules that stay unconverted."""
+"""By architecture: config fields that make each local size at tp 4 a multiple of 16, and the modules that are not converted
+to float8."""
 FLOAT8_FAMILIES = {
     "gated_deltanet": (_ALIGNED, ()),
     "gsa": (_ALIGNED | dict(hidden_size=128), ("o_proj",)),  # the fused kernel uses its weight
@@ -219,7 +223,7 @@ FLOAT8_FAMILIES = {
     "glm4": (_ALIGNED, ()),
     "mamba": (dict(num_hidden_layers=1, hidden_size=128, vocab_size=128, use_bias=True), ()),
 }
-"""The same for models with packed projections, and for one with a bias in its output projection."""
+"""The same for models with packed projections, and for a model with a bias in its output projection."""
 
 
 def float8(name: str, recipe: str = "tensorwise", variant: str = "", **changed: Any) -> Row:
@@ -235,7 +239,7 @@ def _float8() -> Iterator[Row]:
     for name in ("gla", "transformer", "qwen3"):
         for recipe in RECIPES[1:]:
             yield float8(name, recipe, sequence=True)
-    # gk_proj is not converted and takes its input in high precision; each converted projection casts its own input.
+    # gk_proj is not converted, so it gets its input in high precision. Each converted projection casts its input itself.
     yield float8("gla", variant="tensorwise but one", degrees=(2,), unconverted=("gk_proj",))
     # Padding is removed before the projections, so their scales are computed from the other tokens.
     first = ("gla", "llama", *FLOAT8_FAMILIES)

@@ -31,7 +31,7 @@ LIMIT = 540
 
 
 def run(fn: Callable[[int], Any], ranks: int, backend: str = "gloo") -> Any:
-    """Return what rank 0 returns of `fn(rank)`, which runs on every rank of a process group.
+    """Run `fn(rank)` on every rank of a process group, and return the result of rank 0.
 
     A failure on any rank is raised with its traceback. A rank that hangs prints the stack of each of its threads, and ends.
     """
@@ -44,12 +44,12 @@ def run(fn: Callable[[int], Any], ranks: int, backend: str = "gloo") -> Any:
 
 
 def module_fixture(fn: Callable[[int], Any], ranks: int) -> Any:
-    """Return a fixture with what rank 0 returns of `fn`, which runs once for all tests of a file."""
+    """Return a fixture whose value is the result of `fn` on rank 0. `fn` runs once for all tests of a file."""
     return pytest.fixture(scope="module")(lambda: run(fn, ranks))
 
 
 class CaseResults(dict[Any, Any]):
-    """What rank 0 returned for each case. The key of a failed case raises the failure."""
+    """The results of rank 0 by case. Looking up a failed case raises the case's error."""
 
     def __init__(self, results: dict[Any, Any]):
         super().__init__(results)
@@ -60,7 +60,7 @@ class CaseResults(dict[Any, Any]):
 
 
 def case_fixture(cases: Callable[[int], dict[Any, Callable[[], Any]]], ranks: int) -> Any:
-    """Return a fixture with the `CaseResults` of the functions that `cases(rank)` returns by name; they run once for a file.
+    """Return a fixture with the `CaseResults` of a test file. `cases(rank)` returns the functions to run, by case.
 
     The cases run one after another in one process group. If one fails, each runs again in a group of its own, so that
     only the tests of the failing cases fail.
@@ -88,7 +88,7 @@ def _run_cases(
 
 
 def run_on_threads(work: Callable[[Any], Any], ranks: int = 2) -> Any:
-    """Return what rank 0 returns of `work(rank)` on ranks that are threads of this process."""
+    """Run `work(rank)` on ranks that are threads of this process, and return the result of rank 0."""
     return threads.run(ranks, torch.device("cpu"), work)
 
 
@@ -107,7 +107,7 @@ def fake_group(ranks: int, rank: int = 0) -> Iterator[None]:
 @functools.cache
 def start_method() -> str:
     """Return how ranks are started. If they are forked from a server, start it."""
-    if torch.cuda.is_available():  # a fork can't use CUDA if its parent has
+    if torch.cuda.is_available():  # a forked process can't use CUDA if its parent has used it
         return "spawn"
     multiprocessing.forkserver.set_forkserver_preload(["tests.support.rank_imports"])
     environment = {
@@ -131,7 +131,7 @@ def _work(
 
     faulthandler.enable()  # a rank that is ended by a signal prints its traceback
     faulthandler.dump_traceback_later(LIMIT, exit=True)
-    os.environ.clear()  # a fork inherits the environment of the server
+    os.environ.clear()  # a forked rank would otherwise have the environment of the server
     os.environ.update(
         environment,
         RANK=str(rank),

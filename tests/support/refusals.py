@@ -25,7 +25,7 @@ def refusal_or_none(
 ) -> str | None:
     """Return the message of the error that `call` raises; None if it raises none.
 
-    For ranks, which have to return an error instead of raising it while other ranks wait for them.
+    Ranks use this: they have to return an error instead of raising it, because other ranks wait for them.
     """
     try:
         call(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Marks for tests of what older supported releases of torch can't do. docs/parallel.md lists the differences."""
+"""Marks for tests that need a newer torch than the oldest supported one. docs/parallel.md lists the differences."""
 
 import pytest
 import torch

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def peak(action: Callable[[], Any]) -> tuple[float, Any]:
-    """Return by how many MB the resident memory grows at most during `action`, and the result of `action`.
+    """Return the largest growth of resident memory during `action`, in MB, and the result of `action`.
 
     After this call, glibc returns freed memory of a megabyte or more to the system at once.
     """
@@ -22,9 +22,9 @@ def peak(action: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def peak_without_files(action: Callable[[], Any]) -> float:
-    """Return by how many MB the resident memory, without pages of mapped files, grows at most during `action`.
+    """Return the largest growth of resident memory during `action`, in MB, without pages of mapped files.
 
-    The system can reclaim such pages. The memory is sampled every millisecond.
+    Pages of mapped files are not counted, because the system can reclaim them. The memory is sampled every millisecond.
     """
     ctypes.CDLL(None).mallopt(-3, 2**20)  # as in `peak`
     gc.collect()

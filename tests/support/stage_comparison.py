@@ -30,7 +30,7 @@ def check(model, stages, inputs):
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(name)
     for param, aliases in names.items():
-        # By id, because the two names of a tied parameter in one stage have one gradient.
+        # Count each parameter once, by id: two tied names in one stage belong to one parameter, which has one gradient.
         by_id = {
             id(stage[name]): stage[name].grad for stage in parameters for name in aliases if name in stage
         }

@@ -24,7 +24,7 @@ ROWS = 4
 
 
 class Tolerance(NamedTuple):
-    """Allowed differences, relative to the value. Those of a gradient are relative to the largest element of its tensor."""
+    """Allowed relative differences. The error of a gradient is relative to the largest element of the gradient."""
 
     loss: float
     norm: float
@@ -35,8 +35,8 @@ FLOAT32 = Tolerance(1e-6, 1e-5, 1e-4)
 """Sums of a few hundred terms in another order differ by some tens of epsilons (1.2e-7). A gradient that was summed
 twice, or not at all, differs by 1."""
 BFLOAT16 = Tolerance(1e-2, 3e-2, 1e-1)
-"""With 8 bits of mantissa a product is off by up to a relative 2^-9, a step of four layers by a few times 2^-9, and the
-smaller numbers of a gradient by some tens of times 2^-9."""
+"""For bfloat16, with 8 bits of mantissa. The relative error of a product is at most 2^-9, of the loss after four layers a
+few times 2^-9, and of the small elements of a gradient some tens of times 2^-9."""
 
 
 def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -122,7 +122,7 @@ def cases_of(
 
 
 def equals_one_process(cases: dict[Any, Case], ranks: int) -> dict[Any, str]:
-    """Return the cases whose step differs from that of one process on any rank, with the difference."""
+    """Return the difference of each case whose step differs, on any rank, from the step of one process."""
     by_rank: list[dict[Any, str]] = process_groups.run(functools.partial(_all, cases=cases), ranks)
     return {name: error for errors in by_rank for name, error in errors.items()}
 
@@ -142,7 +142,7 @@ def check(case: Case, expected: Trained) -> float:
     """Return the worst error of a gradient, relative to the largest element of its tensor.
 
     Raises:
-        AssertionError: the step differs from that of one process.
+        AssertionError: the step differs from the step of one process.
     """
     return compare(train(case.parallelise(case.build()), case), expected, case.tolerance)
 

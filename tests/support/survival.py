@@ -316,7 +316,7 @@ class Survival:
             self.next_step = 1
 
     def fill_the_disk(self) -> None:
-        """Leave too little space for a checkpoint, sometimes almost enough, and check how the job ends."""
+        """Leave too little space for a checkpoint (sometimes almost enough), and check how the job ends."""
         filler = self.folder / "out" / "filler"
         filler.parent.mkdir(exist_ok=True)
         size = max((_size(path) for path in self.checkpoints.glob("step-*")), default=800_000)

@@ -1,4 +1,5 @@
-"""A small language model that belongs to no library, with biases in most projections, and its plan, as a user writes it."""
+"""A small language model that belongs to no library, and its plan, written as a user would. Most projections have
+biases."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""torchtitan's `ParallelDims` on a CPU. By default they make CUDA meshes, also on a machine without an accelerator."""
+"""torchtitan's `ParallelDims` on a CPU. By default `ParallelDims` makes CUDA meshes, even on a machine without a GPU."""
 
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import parallel_dims as module

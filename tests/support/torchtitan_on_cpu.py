@@ -12,7 +12,7 @@ import torchtitan.tools.utils as utils
 
 
 class Cpu:
-    """`torch.cpu` with the functions with which torchtitan names a GPU and measures its memory."""
+    """`torch.cpu`, with the additional functions that torchtitan calls to get a GPU's name and memory."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name)
@@ -41,5 +41,5 @@ from titanplans import kernels  # noqa: E402
 kernels.install("cpu")
 trainer.dist_utils.set_pg_timeouts = lambda **kwargs: (
     None
-)  # its barrier names a device, which gloo does not support
+)  # torchtitan's barrier passes a device, which gloo does not support
 runpy.run_module("torchtitan.train", run_name="__main__")

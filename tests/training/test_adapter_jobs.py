@@ -100,7 +100,8 @@ JOBS = {
 
 @pytest.mark.thorough
 def test_a_hugging_face_model_is_fine_tuned_and_exported(tmp_path, capsys):
-    """It is exported by the job's last step, by `titanplans export`, also from NF4 weights, and as adapters for peft."""
+    """The model is exported by the job's last step, by `titanplans export` (also from NF4 weights), and as adapters for
+    peft."""
     folder = write_inputs(tmp_path)
     fields = dict(vocab_size=4096, num_key_value_heads=2, num_hidden_layers=1, intermediate_size=128)
     base = zoo.build("qwen3", dtype=torch.float32, tie_word_embeddings=False, **fields)
@@ -202,7 +203,7 @@ def _exported(folder: Path, capsys) -> None:
     lines = {case: message[0].replace(str(folder), "") for case, (_, message) in refused.items()}
     step = "error: export /tuned/checkpoint/step-8"
     assert "does not hold the weights of this model" in lines.pop("another")
-    to = "--base is for weights that adapters are added to, but"
+    to = "--base names the base weights of adapters, but"
     begin = {
         "same shapes": f"{step}: /same shapes: it is of another model (rms_norm_eps = 0.5, now 1e-06)",
         "whole": f"error: export /base/checkpoint/step-2: {to} the checkpoint holds",

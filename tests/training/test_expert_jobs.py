@@ -97,8 +97,8 @@ def test_adapters_muon_and_float8_train_as_in_one_process(one_rank, four_ranks, 
 
 
 def test_a_job_resumes_at_other_degrees_and_its_weights_are_exported(folder, one_rank, four_ranks):
-    # A token with two nearly equal scores may go to another expert within eight steps. A load close to the mean may be
-    # on its other side, so that the bias moves by 0.001 up instead of down.
+    # Within eight steps, a token with two nearly equal scores may go to another expert. Then a load that was just above
+    # the mean may be just below it, so the bias moves up by 0.001 instead of down.
     weights = check_resumed(
         one_rank["uninterrupted"], four_ranks["resumed"], folder, rel=5e-5, e_score_correction_bias=4e-3
     )

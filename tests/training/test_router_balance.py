@@ -167,7 +167,7 @@ class Slotted:
 
 
 class Computed:
-    """An output whose aux_loss is a property."""
+    """An output class whose aux_loss is a property."""
 
     def __init__(self, logits, balance):
         self.logits, self._balance = logits, balance

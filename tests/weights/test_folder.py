@@ -313,7 +313,7 @@ def test_a_slice_of_a_tensor_is_read_by_itself(single, values):
 
 
 def test_a_model_of_the_user(tmp_path):
-    """The names of its weights are in no table of renamed weights."""
+    """A model whose weights have names that are in no table of renamed weights."""
     config = modeling.user_model_config(f"{__name__}:WithoutConfig", {})
     built = modeling.build(config)
     tied = built.all_tied_weights_keys

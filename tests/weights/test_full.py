@@ -99,7 +99,7 @@ def refusals(rank):
 
 
 def memory(rank):
-    """Return by how many MB each rank's memory grows during gathering and loading 96 MB in tensors of 4 MB."""
+    """Return the growth of each rank's memory, in MB, while 96 MB in tensors of 4 MB are gathered and loaded."""
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(24)))
     for layer in model:
         fully_shard(layer)
@@ -194,10 +194,11 @@ def test_a_state_that_does_not_fit_is_refused_by_every_rank(results):
         "lacking": f"{begin}2 tensors missing ({q}, model.layers.1.self_attn.q_proj.weight)",
         "unknown": f"{begin}1 tensor unexpected (model.nrm.weight)",
         "shape": f"{begin}1 tensor of another shape ({norm} (65,), expected (64,))",
-        "tied": f"{begin}1 tensor tied here, and of different values (lm_head.weight and model.embed_tokens.weight)",
+        "tied": f"{begin}1 tensor tied in the model, but with different values in the state "
+        "(lm_head.weight and model.embed_tokens.weight)",
         "none": f"{begin}rank 0 has no state",
         "one rank's own": f"{begin}1 tensor of another shape ({norm} (65,), expected (64,))",
-        "groups": "the optimizer can't be loaded: its parameter groups differ",
+        "groups": "the optimizer can't be loaded: the state was gathered with other parameter groups",
         "meta": f"{begin}2 tensors without memory yet",
     }
     assert {case: text[: len(words[case])] for case, text in message.items()} == words

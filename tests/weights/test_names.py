@@ -86,7 +86,7 @@ def test_a_folder_with_other_names_is_loaded(name, tmp_path):
 
 
 def test_a_missing_tensor_is_reported(tmp_path):
-    """The folder has current names, so it is not read as a folder with old names."""
+    """A folder with current names is not read as a folder with old names."""
     model = zoo.build("gla", dtype=torch.float32)
     state = {key: value.clone() for key, value in model.state_dict().items()}
     del state["model.layers.1.mlp.up_proj.weight"]

@@ -74,7 +74,7 @@ def save_all(rank):
     (folder / "link").symlink_to(folder / "linked") if rank == 0 else None
     save_weights(model, folder / "link")
     model.config.temperature = (
-        0.5  # transformers takes this for an option of generation, and refuses to save it
+        0.5  # transformers treats this field as an option of generation, and refuses to save it
     )
     message["of a library"] = refused(partial(save_weights, model, folder / "new"))
     del model.config.temperature
@@ -164,7 +164,7 @@ def test_a_refused_save_raises_on_every_rank_and_leaves_nothing(saved):
     folder, message = saved
     begin = {
         "there": "ModelError: /bf16 already exists",
-        "killed": "ModelError: /.killed.writing exists: another process writes /killed",
+        "killed": "ModelError: /.killed.writing exists: another process is writing /killed",
         "size": "ModelError: max_shard_size = '5 bananas' is not a size",
         "tokenizer": "ModelError: tokenizer = '/tp 2': there is no tokenizer.json",
         "place": "NotSaved: /tokenizer/tokenizer.json/.new.writing can't be written (Not a directory)",

@@ -40,7 +40,7 @@ class Adapters:
     """Number of frozen elements; a weight in NF4 counts with its original shape."""
 
     unfused: tuple[str, ...]
-    """Modules that called a fused kernel on the weight of a module with an adapter, and now call that module."""
+    """Modules that passed the weight of a module with an adapter to a fused kernel, and now call the module instead."""
 
 
 def add_adapters(model: nn.Module, options: LoRA, *, seed: int = 0) -> Adapters:
@@ -56,11 +56,11 @@ def add_adapters(model: nn.Module, options: LoRA, *, seed: int = 0) -> Adapters:
         seed: seed of the adapters' initial values, which have the same distribution as peft's: lora_A uniform, lora_B zero.
 
     Raises:
-        OptionError: a name or pattern matches nothing, or something that takes no adapter.
+        OptionError: a name or pattern matches nothing, or matches a module that can't have an adapter.
         ParallelError: the model is split already, or has adapters already. Errors are raised before the model is changed.
     """
     if options.rank is None:
-        raise options.error("rank", "set one, such as 8, to switch adapters on")
+        raise options.error("rank", "set a rank, such as 8, to switch adapters on")
     if any(isinstance(param, DTensor) for param in model.parameters()):
         raise ParallelError(
             "the model is split already: add adapters before apply_plan, parallelize and FSDP"
@@ -68,7 +68,7 @@ def add_adapters(model: nn.Module, options: LoRA, *, seed: int = 0) -> Adapters:
     if adapted(model) or any(
         "lora_" in name and name.rpartition(".")[2] in FACTORS for name, _ in model.named_parameters()
     ):
-        raise ParallelError("the model has adapters already: add them once")
+        raise ParallelError("the model has adapters already: call add_adapters only once")
     chosen = target_modules(model, options)
     saved = modules_to_save(model, options, chosen)
     low_rank = LowRank(options.rank, (options.alpha or options.rank) / options.rank)
@@ -89,7 +89,7 @@ def add_adapters(model: nn.Module, options: LoRA, *, seed: int = 0) -> Adapters:
         keep_quantised(model.get_submodule(name))  # type: ignore[arg-type]
     for name in saved:
         parameters[name].requires_grad_(True)
-    # A parent that uses the weight without calling the module would skip the adapter: this is checked in a forward.
+    # A parent that uses the weight without calling the module would skip the adapter. The first forward checks this.
     model.__dict__[_BYPASS_CHECK] = BypassCheck(model, chosen, _bypassed_error)
     counts = {True: 0, False: 0}
     for param in parameters.values():
@@ -126,7 +126,8 @@ def freeze(model: nn.Module, patterns: tuple[str, ...], refuse=ParallelError) ->
 
     Args:
         model: any module, before data parallelism.
-        patterns: patterns as in `names.matches`, for names of parameters, or of modules, whose parameters are all frozen.
+        patterns: patterns as in `names.matches`, of names of parameters; or of names of modules, to freeze all their
+            parameters.
         refuse: makes the error from the reason.
 
     Raises:
@@ -141,5 +142,5 @@ def freeze(model: nn.Module, patterns: tuple[str, ...], refuse=ParallelError) ->
         for name in of_modules.get(match, [match]):
             parameters[name].requires_grad_(False)
     if not any(param.requires_grad for param in parameters.values()):
-        raise refuse("nothing is left to train: freeze less")
+        raise refuse("nothing is left to train: freeze fewer parameters")
     return sum(param.numel() for param in model.parameters() if not param.requires_grad)

@@ -2,8 +2,8 @@
 
     y = base(x) + scaling * lora_B lora_A dropout(x)          lora_A [rank, inputs], lora_B [outputs, rank]
 
-The base keeps its class, its forward and the names of its parameters, and a forward hook adds the update. The placements of
-both factors are in `titanplans.split.adapted`.
+The base Linear keeps its class, its forward and the names of its parameters, and a forward hook adds the update. The
+placements of both factors are in `titanplans.split.adapted`.
 """
 
 import math
@@ -52,7 +52,7 @@ def draw_factor(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
     """Return the initial values of a factor as in peft: lora_A uniform within 1/sqrt(inputs), lora_B zeros; float32, CPU.
 
     Args:
-        name: the fully qualified name. The values depend only on it and on `seed`, so they are the same with any
+        name: the fully qualified name. The values depend only on `name` and `seed`, so they are the same with any
             parallelism.
         shape: the shape of the full factor.
         seed: the same on all ranks.
@@ -84,8 +84,8 @@ def _add_update(module: Any, args: Any, kwargs: Any, output: torch.Tensor) -> to
 class LowRankDropout(nn.Module):
     """Dropout of an adapter's input, with the same mask as in the unsplit model.
 
-    Every rank draws the mask of the full input, from the same generator state, and takes the slice for its local tokens,
-    and for its shard of the inputs if the base is split by inputs.
+    Every rank draws the mask of the full input from the same generator state. It then takes the slice of the mask for its
+    local tokens and, if the base Linear is split by inputs, for its shard of the inputs.
 
     Args:
         p: the probability that an element is set to zero.
@@ -97,7 +97,8 @@ class LowRankDropout(nn.Module):
         super().__init__()
         self.p = p
         self.split: tuple[int, int, int] | None = None
-        """This rank's shard of the inputs: (first input, inputs in the shard, all inputs). None: it has all inputs."""
+        """This rank's shard of the inputs: (first input, inputs in the shard, all inputs). None: this rank has all
+        inputs."""
         self.border: Border | None = None
         """The border of the split model; None: the model is not split."""
 

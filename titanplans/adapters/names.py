@@ -10,14 +10,14 @@ Refusal = Callable[[str], UserError]
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether `pattern` is a dotted suffix of `name` ("attn.q_proj"), or a wildcard that matches all of it ("*.q_proj")."""
+    """Whether `pattern` is a dotted suffix of `name` ("attn.q_proj"), or a wildcard for the full name ("*.q_proj")."""
     if any(sign in pattern for sign in "*?["):
         return fnmatchcase(name, pattern)
     return name == pattern or name.endswith(f".{pattern}")
 
 
 def end_of(name: str) -> str:
-    """Return the end of a dotted name, from its last component that is no index, for example "gk_proj.0"."""
+    """Return the end of a dotted name, beginning with its last component that is not an index, for example "gk_proj.0"."""
     components = name.split(".")
     words = [index for index, component in enumerate(components) if not component.isdigit()]
     return ".".join(components[words[-1] :]) if words else name

@@ -37,12 +37,15 @@ def target_modules(model: nn.Module, options: LoRA) -> list[str]:
     excluded = set(select(options.exclude_modules, list(linears), refuse("exclude_modules"), "Linear module"))
     chosen = [name for name in linears if name in targets and name not in excluded]
     if not chosen:
-        raise options.error("target_modules", "no module is left for an adapter: name more, or exclude fewer")
+        raise options.error(
+            "target_modules", "no module is left for an adapter: name more modules, or exclude fewer"
+        )
     return chosen
 
 
 def to_quantise(model: nn.Module, options: LoRA, chosen: list[str]) -> list[str]:
-    """Return the names among `chosen` whose weights are quantised to NF4: none without the option, else all but the head.
+    """Return the names of the modules in `chosen` whose weights are quantised to NF4: none unless the option is set, else
+    all but the head.
 
     Raises:
         OptionError: a weight can't be quantised.
@@ -84,7 +87,7 @@ def left_out(model: nn.Module, options: LoRA) -> dict[str, str]:
         elif name == head:
             left[name] = "the head"
         elif overrides_forward:
-            left[name] = f"{type(module).__name__} has a forward of its own"
+            left[name] = f"{type(module).__name__} overrides forward"
         elif any(matches(pattern, name) for pattern in options.exclude_modules):
             left[name] = "among exclude_modules"
     return left
@@ -132,7 +135,9 @@ def modules_to_save(model: nn.Module, options: LoRA, chosen: list[str]) -> list[
     for name in saved:
         adapted = next((other for other in chosen if f"{other}.".startswith(f"{name}.")), None)
         if adapted is not None:
-            raise refuse(f"{adapted} gets an adapter already: leave it out of one of the two")
+            raise refuse(
+                f"{adapted} already gets an adapter: leave it out of target_modules or of modules_to_save"
+            )
     parameters = dict(model.named_parameters(remove_duplicate=False))
     names = [name for name in parameters if any(name.startswith(f"{module}.") for module in saved)]
     for group in tied_parameters(model):

@@ -55,7 +55,7 @@ class AppliedPlan:
 
     @property
     def styles(self) -> Plan:
-        """The style of each key of the plan, by fully qualified name."""
+        """The style of each plan key; keys are fully qualified names."""
         return self.resolved.styles
 
     @property
@@ -101,7 +101,7 @@ def check_plan(
         plan: a user's plan: a TPPlan class, a dict of module names and styles, a function that returns such a dict, or the
             "module:name" of one of these. None: the plan registered for `model.config.model_type`, or, for a model without
             a config, for its own `model_type` or class name.
-        derive: without a plan, and without a registered one, use the plan that `titanplans derive --keep` has proved for a
+        derive: if `plan` is None and no plan is registered, use the plan that `titanplans derive --keep` has proved for a
             model of this structure. Nothing is derived here.
         dtype: dtype of the weights in products, if FSDP2's mixed precision casts them. None: the parameters' dtype.
 
@@ -135,10 +135,10 @@ def apply_plan(
     """Split `model` over `mesh`, in place. Call it before activation checkpointing, compile, FSDP and the optimizer.
 
     The model keeps its interface: full token ids in, logits out, on every rank (with `loss_parallel` the logits are a
-    DTensor, `Shard(-1)`). With context parallelism the logits are a DTensor sharded over the tokens, and each rank's loss,
-    which covers its local tokens, and its gradients are partial sums. Parameters may be on meta; if they are not, the values
-    on the mesh's first rank are used. All checks are made before a weight moves, except that the faults of a foreign
-    `ParallelStyle` are found after it was applied.
+    DTensor, `Shard(-1)`). With context parallelism the logits are a DTensor sharded over the tokens. A rank's loss then
+    covers only its local tokens, so its loss and its gradients are partial sums. Parameters may be on meta; if they are
+    not, the values on the mesh's first rank are used. All checks are made before a weight moves, with one exception: a
+    style that is not titanplans' own (a foreign `ParallelStyle`) is checked after it was applied.
 
     Args:
         model: see `check_plan`, also for the other arguments and the errors.
@@ -147,11 +147,11 @@ def apply_plan(
         experts: mesh whose last dimension, "ep", has the ranks that the experts are distributed over: neighbouring ranks
             that include those of "tp". A dimension before "ep" replicates the experts. None: each expert's width is split
             over "tp".
-        expert_capacity_factor: an expert takes from each rank at most this factor times the mean number of tokens that the
-            rank sends to an expert; further tokens, the last ones of the batch, are dropped. None: no token is dropped.
+        expert_capacity_factor: an expert takes from each rank at most this factor times the rank's mean number of tokens
+            per expert; further tokens, the last ones of the batch, are dropped. None: no token is dropped.
         sum_over_cp: True: parameters become DTensors replicated over "cp", and `align_gradients`, the gradient norm and
-            FSDP2 over other ranks sum their gradients. False: FSDP2 or DDP over a mesh that includes the ranks of "cp"
-            sums (not averages) them.
+            FSDP2 over the other mesh dimensions sum their gradients. False: FSDP2 or DDP over a mesh that includes the
+            ranks of "cp" sums the gradients, and must not average them.
     """
     if not isinstance(mesh, DeviceMesh):
         raise PlanError(
@@ -199,7 +199,8 @@ def choose_way(
     *,
     sum_over_cp: bool,
 ) -> Way:
-    """Return the way to split a checked plan: by weights, also by tokens if `meshes.cp`, also by experts if `experts`."""
+    """Return how to split a model by a checked plan: by weights; also by tokens if there is a CP mesh, and by
+    `experts`."""
     way: Way
     if meshes.cp is not None:
         way = ByTokens(checked.plan, meshes, sum_over_cp=sum_over_cp)

@@ -35,7 +35,7 @@ class Way(Protocol):
     distributes: bool
     """Parameters become DTensors."""
     sum_over_cp: bool
-    """`align_gradients` sums the gradients over the CP ranks; False: FSDP2 or DDP over a mesh that includes them does."""
+    """`align_gradients` sums the gradients over the CP ranks; False: FSDP2 or DDP does, over a mesh with the CP ranks."""
     ranks: HeadRanks
     """The ranks that the heads of a mixer are split over."""
     border: Border
@@ -81,8 +81,8 @@ class ByTokens:
     Args:
         plan: resolved.
         meshes: includes the tensor-parallel and the context-parallel mesh.
-        sum_over_cp: True: parameters become DTensors whose gradients are partial over cp, which `align_gradients` sums.
-            False: the data-parallel mesh includes these ranks, and sums.
+        sum_over_cp: True: parameters become DTensors with gradients that are partial over "cp", and `align_gradients` sums
+            them. False: FSDP2 or DDP sums the gradients, over a data-parallel mesh that includes the CP ranks.
     """
 
     def __init__(self, plan: ResolvedPlan, meshes: SplitMeshes, *, sum_over_cp: bool):
@@ -90,7 +90,7 @@ class ByTokens:
         self.border = border = Border(meshes, plan.source.options.stream)
         self.tp, self.cp = border.group[1], border.tokens.ranks
         self.rank = border.rank * self.cp + border.tokens.rank
-        # Slices of heads are ordered by TP rank and then by CP rank, the group's ranks by CP rank and then by TP rank.
+        # The slices of heads are ordered by TP rank and then by CP rank, but the ranks in the group by CP rank first.
         order = tuple(rank % self.cp * self.tp + rank // self.cp for rank in range(self.tp * self.cp))
         self.ranks = HeadRanks(self.rank, len(order), group_of(meshes.tp_cp), border, order)
         if sum_over_cp:
@@ -137,7 +137,7 @@ class ByTokens:
         param, of_tp, of_heads = getattr(entry.module, name), entry.layouts[name], entry.head_layouts[name]
         divided_by = of_heads.divided_by // of_tp.divided_by
         if of_tp.deferred and self.border.mesh is None and entry.style.makes_partial_sum:
-            divided_by = self.cp  # the module itself adds it, and on every rank if the forward runs in full
+            divided_by = self.cp  # the module adds the bias itself; in a forward in full every CP rank does
         local_rows = _rows_of_rank(of_heads, param.shape, self.rank, self.tp * self.cp)
         if local_rows is None:
             return MixerSlice(0, (), divided_by) if divided_by > 1 else None
@@ -151,7 +151,7 @@ class ByTokens:
         shape = entry.module._parameters[name].shape  # type: ignore[union-attr]
         outer = _rows_of_rank(entry.layouts[name], shape, self.border.rank, self.tp)
         assert outer is not None
-        # NF4 packs two inputs into one code, so a range of codes is twice as many inputs.
+        # NF4 packs the values of two inputs into one byte, so a range of bytes covers twice as many inputs.
         factor = entry.module.in_features // shape[1] if name != "weight" and outer[0] == 1 else 1  # type: ignore[operator]
         ranges = []
         for cp_rank in range(self.cp):
@@ -183,8 +183,8 @@ class ByExperts:
         others: the way to split everything else.
         mesh: its last dimension has the ranks that the experts are distributed over: neighbouring ranks that include the TP
             ranks. A dimension before the last replicates the experts, whose gradients are then partial.
-        capacity: an expert takes from each rank at most this factor times the mean number of tokens that the rank sends to
-            an expert. None: it takes all.
+        capacity: an expert takes from each rank at most this factor times the rank's mean number of tokens per expert.
+            None: no limit.
 
     Raises:
         PlanError: the TP ranks are not all in the last dimension of `mesh`.

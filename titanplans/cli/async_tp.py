@@ -67,7 +67,8 @@ class Decision:
     seconds: float
 
     def count(self, *, backward: bool) -> dict[str, int]:
-        """Return how many collectives are fused, how many are overlapped, and how many there are, in one block per kind."""
+        """Return how many collectives are fused, how many are overlapped, and their total number, in one block of each
+        kind."""
         verdicts = [v for blocks in self.blocks for v in blocks.collectives if v.backward == backward]
         fused = sum(v.fused for v in verdicts)
         return {"fused": fused, "overlapped": sum(v.hidden for v in verdicts) - fused, "total": len(verdicts)}
@@ -106,9 +107,9 @@ class Decision:
             rest = f" ({overlapped} overlapped)" if overlapped else ""
             counts.append(f"{direction} {fused + overlapped} of {total}{rest}")
         all_or_not = (
-            "all that can be is fused or overlapped with products"
+            "every collective that can be fused or overlapped with products is"
             if self.complete
-            else "NOT all is fused or overlapped that could be"
+            else "NOT every collective that could be fused or overlapped is"
         )
         return "\n".join([*lines, "", f"{all_or_not}: {', '.join(counts)}; {self.seconds:.1f} s"])
 

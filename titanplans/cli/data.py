@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--sequences", default="3", metavar="N", help="number of sequences to print; default: 3"
     )
-    # The former name of --sequences; its error tells the new one.
+    # The former name of --sequences; the error names the new option.
     parser.add_argument("--rows", help=argparse.SUPPRESS)
     parser.add_argument(
         "--clean",
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
     """
     options, job_arguments = parser().parse_known_args(argv)
     if options.rows is not None:
-        raise ConfigError(f"--rows {options.rows}: it is called --sequences now")
+        raise ConfigError(f"--rows {options.rows}: this option is now called --sequences")
     if options.clean:
         folder, size = _copies()
         shutil.rmtree(folder, ignore_errors=not folder.exists())

@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
 def _import(*, folder: Path, **options: Any) -> None:
     from titanplans.hub import local_folder
 
-    # Before torch is imported, and with a new target, since the download may take hours.
+    # Download before torch is imported and after the target is checked, since the download may take hours.
     local = Path(local_folder(str(folder), f"import {folder}", weights=True))
     from titanplans.training.checkpoint.convert import import_folder
 
@@ -63,7 +63,7 @@ def _import(*, folder: Path, **options: Any) -> None:
 def _export(*, push_to_hub: str | None, private: bool, **options: Any) -> None:
     if push_to_hub is None and private:
         raise ConfigError(
-            "export: --private is for a new repository of --push-to-hub; name it, or remove --private"
+            "export: --private is for a new repository; name the repository with --push-to-hub, or remove --private"
         )
     if push_to_hub is not None:
         from titanplans.hub import check_access
@@ -110,7 +110,7 @@ def parser(command: str) -> argparse.ArgumentParser:
         add(name, metavar=name.upper(), type=Path, help=help_text)
     dtypes = ("float32", "bfloat16", "float16")
     add("--dtype", choices=dtypes, help="dtype of the written weights; default: unchanged")
-    words = "a config.json, its folder or repository, for a checkpoint of torchtitan, which has no config"
+    words = "a config.json, or a folder or repository with one; needed for torchtitan's checkpoints, which have no config"
     add("--config", help=words)
     if command == "export":
         add("--max-shard-size", default="5GB", metavar="SIZE", help="maximum size of a file; default: 5GB")

@@ -38,7 +38,8 @@ class Architecture(NamedTuple):
 
 
 def listing() -> str:
-    """Return a table of the registered plans: class, token mixers, what is split (heads, for most), and model types."""
+    """Return a table of the registered plans: class, token mixers, the split unit (heads, for most plans), and model
+    types."""
     by_plan: dict[type[TPPlan], tuple[list[str], list[str]]] = {}
     for column, table in enumerate((registered_plans(), registered_mixers())):
         for name, plan in table.items():

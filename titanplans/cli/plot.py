@@ -105,7 +105,7 @@ def read(folders: Sequence[str]) -> tuple[dict[str, list[Curve]], list[str]]:
 
 
 def _metrics(folder: Path) -> Path:
-    """Return the metrics file of a run, or that of rank 0 if there is one per rank."""
+    """Return the metrics file of a run; if there is one for each rank, the file of rank 0."""
     for file in (folder / FILE_NAME, folder / "rank_0" / FILE_NAME):
         if file.is_file():
             return file

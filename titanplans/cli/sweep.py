@@ -106,7 +106,8 @@ class Cell:
             previous = record["job"] if record else {}
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path} is not the record of a cell ({error}): remove its folder") from error
-        # A refused cell has trained nothing, so its settings may change. Keys that only one of two releases has are ignored.
+        # A refused cell has trained nothing, so its settings may change. Keys that only one of the two records has, since
+        # another release wrote it, are ignored.
         changes = describe_changes(previous, self.job, ignored=previous.keys() ^ self.job.keys())
         if changes and record["state"] != "refused":
             raise ConfigError(
@@ -188,7 +189,7 @@ def _settings_by_name(file: SweepFile, path: str) -> Iterator[tuple[str, dict[st
     names = [key.name for key in keys().values()]
     for values in itertools.product(*grid.values()) if grid else ():
         point = dict(zip(grid, values, strict=True))
-        # The key without its section, unless another section has a key of that name.
+        # Names of cells have keys without their sections, unless two sections have a key of the same name.
         short = {key: name if names.count(name := key.rpartition(".")[2]) == 1 else key for key in point}
         words = {key: re.sub(r"[^A-Za-z0-9._+-]+", "-", _word(point[key])).strip("-") for key in point}
         yield ",".join(f"{short[key]}={words[key]}" for key in point), fixed | point

@@ -13,13 +13,14 @@ from titanplans.text import paragraph, show
 
 
 def parse_arguments(argv: list[str]) -> tuple[str | None, list[tuple[str, str]], set[str]]:
-    """Return the job file, the overrides as pairs of key and value, and which of the flags "help" and "print" are set.
+    """Return the job file, the overrides as pairs of key and value, and the set of the flags "help" and "print" that are
+    given.
 
     The file may also be named by --job.config_file. A value follows its option after a space or an equals sign. For a
     boolean key, `--section.key` alone means true, and `--section.no-key` false. Hyphens may be used for underscores.
 
     Raises:
-        ConfigError: there is a second job file, an option without its value, or a value for an option that takes none.
+        ConfigError: there is a second job file, an option without a value, or a value for an option that takes none.
     """
     paths, options, flags = [], [], set()
     words = list(argv)
@@ -83,7 +84,8 @@ def usage(of: str | None = None) -> str:
     """Return the text of `--help`: every section with its keys, types, defaults and documentation.
 
     Args:
-        of: return only this section and its subsections, or only the keys of this name, in any section.
+        of: the name of a section, to return only this section with its subsections; or of a key, to return the keys of
+            this name.
 
     Raises:
         ConfigError: there is no such section or key.

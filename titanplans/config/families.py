@@ -21,7 +21,8 @@ DEFAULT_NAME, DEFAULT_FLAVOR = "gla", "debug"
 """The model of a job that names none."""
 
 MODELS, PLANS = "titanplans.models", "titanplans.plans"
-"""The packages with the models' files and the plans, and the groups of entry points with which other packages add theirs."""
+"""The packages with the files of models and with the plans; also the groups of entry points through which other packages
+add models and plans."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Family:
     flavors: Mapping[str, dict[str, Any]]
     """The config fields that differ from the class's defaults, by flavor."""
     undeclared: tuple[str, ...] = ()
-    """Keywords that the class accepts without declaring a field of that name."""
+    """Keywords that the class accepts although it declares no field of this name."""
     own_class: str | None = None
     """"module:Class" of a user's model. Its flavors have keyword arguments of the constructor instead of config fields."""
 
@@ -53,7 +54,8 @@ def families() -> dict[str, Family]:
     """Return the families by name, in alphabetical order.
 
     Raises:
-        ModelError: a file of this project does not have the format that `titanplans.models` describes; names the file.
+        ModelError: a file of this project does not have the format that `titanplans.models` describes; the message names
+            the file.
     """
     return find_families().families
 
@@ -82,9 +84,10 @@ def find_flavor(name: str, flavor: str) -> Family:
 
 
 def plan_names() -> list[str] | None:
-    """Return the names of the registered plans without importing a plan: each family here has a plan of its name.
+    """Return the names of the registered plans without importing a plan: each family here has a plan of the same name.
 
-    Return None if there may be other plans: another package adds plans, or the registry has been imported, which knows all.
+    Return None if there may be other plans: if another package adds plans, or if the registry has
+    been imported, which knows all plans.
     """
     if "titanplans.plan.registry" in sys.modules or metadata.entry_points(group=PLANS):
         return None
@@ -189,7 +192,8 @@ def merged(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
 
 
 def _none(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return a deep copy with None in place of "none"; a copy, since config classes write defaults into nested tables."""
+    """Return a deep copy with None in place of "none". It is a copy, since config classes write defaults into nested
+    tables."""
     return {
         key: _none(value) if isinstance(value, dict) else None if value == "none" else value
         for key, value in fields.items()

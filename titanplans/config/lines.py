@@ -24,8 +24,8 @@ class KeyInFile:
         return f"{self.line()}: {self.key}"
 
     def line(self, key: str = "", value: Any = None) -> str:
-        """Return the document and a line, "job.toml, line 3": the line of `key` with this value if it is found, else of this
-        location's key.
+        """Return the document and a line, "job.toml, line 3": the line of `key` with this value; if it is not found, the
+        line of this location's key.
         """
         text = self.file.read_text(encoding="utf-8") if self.file else ""
         line = (key and line_of(text, key, value)) or line_of(text, self.key)
@@ -46,7 +46,8 @@ def line_of(text: str, key: str, value: Any = None) -> int | None:
 
 @functools.cache
 def _documents(text: str) -> list[tuple[int, dict[str, Any]]]:
-    """Parse each beginning of a text that is valid TOML; return it with the line number at which its last value begins."""
+    """Parse every beginning of the text that is valid TOML by itself. Return each with the number of the line where its
+    last value begins."""
     found, begin, lines = [], 1, text.split("\n")
     for end in range(1, len(lines) + 1):
         with suppress(ValueError):

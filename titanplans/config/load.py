@@ -65,7 +65,7 @@ def _resolve(parsed: ParsedKeys) -> JobConfig:
             find_flavor(job.model.name or DEFAULT_NAME, job.model.flavor or DEFAULT_FLAVOR)
         except ModelError as error:
             raise ConfigError(str(error)) from error
-    if not job.experimental.custom_import:  # that module may register plans
+    if not job.experimental.custom_import:  # the user's module may register plans
         check_plan(job.model.plan)
     description = [job.job.description] if job.job.description else []
     vars(job)["notes"] = (*description, *notes)
@@ -97,7 +97,7 @@ def _documents(values: dict[str, Any], *, varlen: bool, length: int | None) -> s
 
 
 def _our_model(values: dict[str, Any]) -> list[str]:
-    """Replace torchtitan's name and flavor of a model with those here; return a list with the note, if they differ."""
+    """Replace torchtitan's name and flavor of a model with this project's; return a list with a note if they differ."""
     name, flavor = values.get("model.name"), values.get("model.flavor")
     ours = MODELS_OF_OTHERS.get(name or "", {}).get(flavor or "")
     if ours is None:

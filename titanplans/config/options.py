@@ -1,4 +1,4 @@
-"""`Options`, the base class of groups of options, a frozen pydantic model whose errors name the option; and `read_toml`.
+"""`Options`, the base class of groups of options: a frozen pydantic model whose errors name the option. Also `read_toml`.
 
 A subclass declares fields with a type, a default and, in a string below each field, its documentation. The types are in
 `values`, and contradictions between options in `compatibility`.
@@ -38,14 +38,15 @@ class Field(NamedTuple):
     default: Any
     doc: str
     section: str = ""
-    """The section, if it is a job's key."""
+    """The section of the key in a job; "" for an option of a strategy."""
 
 
 class Options(BaseModel):
     """A group of options. Subclasses declare fields, and creating an instance checks every value.
 
     Raises:
-        OptionError: an option is unknown, has a value of another type, or contradicts another option; names the option.
+        OptionError: an option is unknown, has a value of another type, or contradicts another option; the message names
+            it.
     """
 
     model_config = ConfigDict(
@@ -61,7 +62,7 @@ class Options(BaseModel):
     """The prefix of the options' names in messages: "compile" in "compile.mode"."""
 
     of_bool: ClassVar[dict[bool, dict[str, Any]]] = {}
-    """The options that true and false stand for, if the group may be given as a bool."""
+    """Maps true and false to the options that they stand for, if a bool may be given in place of the group."""
 
     refuses: ClassVar[Callable[[Any], Refusals] | None] = None
     """Function that yields the contradictions within the group."""
@@ -105,7 +106,7 @@ class Options(BaseModel):
 
     @classmethod
     def _rename_automodel(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Return the values with NeMo Automodel's names and words replaced by those here."""
+        """Return the values with NeMo Automodel's names and words replaced by this project's."""
         known = [field.name for field in options_of(cls)]
         for name in [name for name in values if name not in known and AUTOMODEL.get(name) in known]:
             today, value, words = AUTOMODEL[name], values.pop(name), AUTOMODEL_WORDS.get(name)
@@ -118,7 +119,7 @@ class Options(BaseModel):
 
     @classmethod
     def _refusal(cls, error: ValidationError, values: dict[str, Any]) -> OptionError:
-        """Return the error of the first unknown option or, if all are known, of the first one with a wrong value."""
+        """Return the error of the first unknown option or, if all are known, of the first option with a wrong value."""
         faults = error.errors(include_url=False)
         fault = next((fault for fault in faults if fault["type"] == "extra_forbidden"), faults[0])
         known = {field.name: field for field in options_of(cls)}
@@ -135,7 +136,7 @@ class Options(BaseModel):
 
     @classmethod
     def full_name(cls, option: str) -> str:
-        """Return the name of an option with that of its group: "compile.mode"."""
+        """Return the name of an option, preceded by the name of its group: "compile.mode"."""
         return f"{cls.section}.{option}".lstrip(".")
 
     def error(self, option: str, why: str) -> OptionError:
@@ -187,7 +188,7 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
     """Return the values of a TOML text.
 
     Raises:
-        ConfigError: it is not TOML. The message begins with `where`, and has the line and the column.
+        ConfigError: the text is not TOML. The message begins with `where`, and has the line and the column.
     """
     try:
         return tomli.loads(text)
@@ -205,7 +206,7 @@ def read_toml(path: Path, what: str = "job file") -> dict[str, Any]:
     """Return the values of a TOML file, which messages call `what`.
 
     Raises:
-        ConfigError: it can't be read (the message names other files), or it is not TOML.
+        ConfigError: the file can't be read (the message names other files), or it is not TOML.
     """
     try:
         if path.is_file():  # opening a pipe would block
@@ -232,7 +233,7 @@ def read_toml(path: Path, what: str = "job file") -> dict[str, Any]:
 
 
 def needs(options: Any, switch: str, values: tuple[Any, ...], *names: str) -> Refusals:
-    """Refuse the options `names` that are set, if they have no effect because `switch` has none of `values`."""
+    """Refuse each of the options `names` that is set although it has no effect, because `switch` has none of `values`."""
     value, choices = get(options, switch), either([show(choice) for choice in values])
     for name in names:
         if value not in values and get(options, name) != default(options, name):

@@ -7,7 +7,7 @@ import tomli
 
 
 class Renamed(NamedTuple):
-    """What an option of another project is called here."""
+    """An option of another project, and the key that it is renamed to."""
 
     to: str
     """The key here."""
@@ -21,25 +21,25 @@ class Refused(NamedTuple):
     off: tuple[Any, ...]
     """Values that are accepted, since they have no effect."""
     reason: str
-    """Why it is refused, and what to do instead."""
+    """Why the key is refused, and what to do instead."""
 
 
 _TABLES = tomli.loads(files("titanplans.config").joinpath("other_names.toml").read_text(encoding="utf-8"))
 
 RENAMED = {old: Renamed(to, of) for of, names in _TABLES["renamed"].items() for old, to in names.items()}
-"""The key here, by its name in torchtitan, flame or NeMo Automodel."""
+"""Maps a key of torchtitan, flame or NeMo Automodel to the key here."""
 
 ELSEWHERE = {name: ours for ours, names in _TABLES["elsewhere"].items() for name in names}
-"""The key here, by the name (without a section) that other tools use."""
+"""Maps an option of other tools, which has no section, to the key of a job here."""
 
 AUTOMODEL: dict[str, str] = _TABLES["automodel"]
-"""The option of a strategy, by its name in NeMo Automodel."""
+"""Maps NeMo Automodel's name of an option to the option of a strategy here."""
 
 REQUIRES_SWITCH = {key: switch for switch, keys in _TABLES["requires_switch"].items() for key in keys}
-"""The switch without which a key has no effect, by key."""
+"""Maps a key to the switch without which the key has no effect."""
 
 AUTOMODEL_WORDS: dict[str, list[str]] = _TABLES["automodel_words"]
-"""The values here for false and true, by the name of NeMo Automodel's boolean option."""
+"""Maps a boolean option of NeMo Automodel to the two values here that stand for false and true."""
 
 REFUSED = {
     key: Refused(tuple(off), row["reason"]) for row in _TABLES["refused"] for key, off in row["keys"].items()
@@ -47,4 +47,4 @@ REFUSED = {
 """Refused keys."""
 
 MODELS_OF_OTHERS: dict[str, dict[str, list[str]]] = _TABLES["models"]
-"""Name and flavor of a model here, by torchtitan's name and flavor of the same model."""
+"""Maps torchtitan's name and flavor of a model to the name and flavor here."""

@@ -20,9 +20,9 @@ from titanplans.errors import OptionError
 
 
 class JobConfig(Options, refuses=job.refusals):
-    """A job. It has the sections and keys of torchtitan up to 0.2.2, and further ones.
+    """A job. It has the sections and keys of torchtitan up to version 0.2.2, and more.
 
-    A job's default that differs from the default of the section's class is set here.
+    Some defaults in a job differ from the defaults of a section's class; these are set here.
     """
 
     job: Job = Job()
@@ -94,7 +94,7 @@ def strategy_of(job: JobConfig) -> FSDP2Config | DDPConfig:
     The sections [compile], [quantize.linear.float8] and [lora] are left out if enable, recipe_name or rank is not set.
 
     Raises:
-        OptionError: two options exclude each other; names the job's keys.
+        OptionError: two options exclude each other; the message names the job's keys.
     """
     nested = {
         "activation_checkpoint": job.activation_checkpoint,
@@ -107,7 +107,7 @@ def strategy_of(job: JobConfig) -> FSDP2Config | DDPConfig:
     flat = vars(job.parallelism) | vars(job.training) | vars(job.model) | (vars(job.ddp) if ddp else {})
     values = {field.name: flat[field.name] for field in options_of(cls) if field.name not in nested}
     if ddp and values["autocast_dtype"] is None and job.training.mixed_precision_param == "bfloat16":
-        # DDP has no mixed precision of parameters. torchtitan uses autocast instead, too.
+        # DDP has no mixed precision of parameters. As in torchtitan, autocast is used instead.
         values["autocast_dtype"] = "bfloat16"
     with rename_option_errors():
         return cls(**values, **nested)
@@ -126,7 +126,7 @@ def rename_option_errors() -> Iterator[None]:
 
 @functools.cache
 def _flat_keys() -> dict[str, str]:
-    """Return the job's keys by the names of strategies' options: {"fsdp_towers": "parallelism.fsdp_towers", ...}."""
+    """Map each option of a strategy to the job's key: {"fsdp_towers": "parallelism.fsdp_towers", ...}."""
     strategies = [field.name for cls in (FSDP2Config, DDPConfig) for field in options_of(cls)]
     sections = ("parallelism", "training", "model", "ddp")
     return {

@@ -90,7 +90,7 @@ _STRATEGIES: dict[str, type[Strategy]] = {
 
 
 def read_strategy(source: str | Mapping[str, Any]) -> Strategy:
-    """Return the strategy that a TOML text or a dict describes: its name is the key `strategy`, the others are options.
+    """Return the strategy that a TOML text or a dict describes: the key `strategy` names it, all other keys are options.
 
     Raises:
         ConfigError: the text is not TOML, or `strategy` is missing or unknown.

@@ -19,7 +19,7 @@ Read = Callable[[Any, Any, object], Any]
 """Converts a raw value to a type; the third argument is the beginning of an error's message."""
 
 PENDING = {"training.dataset_name": str, "training.varlen": bool, "training.context_len": int}
-"""flame's keys that can be translated only together with other keys, and their types: see `load`."""
+"""Types of those keys of flame that can be translated only together with other keys; `load` translates them."""
 
 CONVERTERS = "model.converters"
 _FLOAT8_CONVERTERS = (("quantize.linear.float8",), ("float8",))
@@ -27,12 +27,12 @@ _FLOAT8_CONVERTERS = (("quantize.linear.float8",), ("float8",))
 
 
 class RefusedKey(NamedTuple):
-    """A key of REFUSED in the job. Whether it is an error depends on the job's other keys: see `refuse_or_note`."""
+    """A key in REFUSED that a job has. Whether this is an error depends on the job's other keys: see `refuse_or_note`."""
 
     location: object
     raw: Any
     has_effect: bool
-    """False if the value is one of those that have no effect."""
+    """False if the key has one of the values that have no effect."""
 
     def error(self, key: str) -> ConfigError:
         """Return the error that refuses this key, `key`."""
@@ -76,7 +76,7 @@ class ParsedKeys:
                 location, raw, not any(_is(raw, off, read) for off in REFUSED[key].off)
             )
             if self.refused[key].has_effect and key == "job.custom_config_module":
-                # It is refused first, since the keys that the module adds are unknown here.
+                # This key is refused first, since the keys that the module adds are unknown here.
                 raise self.refused[key].error(key)
         else:
             self._take(key, raw, read, location)
@@ -100,7 +100,8 @@ class ParsedKeys:
         """Add a parsed TOML document.
 
         Raises:
-            ConfigError: keys are unknown or have values of another type (names all of them), or a key is refused.
+            ConfigError: keys are unknown or have values of another type (the message names all of them), or a key is
+                refused.
         """
         values = list(flatten(document))
         # A custom config module adds keys, so it is refused before unknown ones.
@@ -136,7 +137,8 @@ def _is(raw: Any, value: Any, read: Read) -> bool:
 
 
 def refuse_or_note(refused: dict[str, RefusedKey], values: dict[str, Any]) -> list[str]:
-    """Refuse keys of other projects for features that do not exist here; return a list with a note on keys without effect.
+    """Refuse other projects' keys for features that do not exist here. Return a list with a note about keys without
+    effect.
 
     Args:
         refused: the keys in REFUSED that the job has.
@@ -175,7 +177,7 @@ def takes_no_value(key: str) -> bool:
 
 
 def unknown(key: str) -> str:
-    """Return a sentence that says that there is no such key, and which one may be meant."""
+    """Return a phrase that says that there is no such key, and suggests the key that may be meant."""
     section, _, name = key.rpartition(".")
     if key in _sections():
         return f"is a section, not a key; write [{key}]"
@@ -197,7 +199,7 @@ def _meant(section: str, name: str) -> str | None:
 
 
 def unknown_section(section: str, keys_in_it: Iterable[str] = ()) -> str:
-    """Return a sentence that says that there is no such section, and which one may be meant, or where its keys are here."""
+    """Return a phrase that says that there is no such section, and suggests a similar section, or names its keys here."""
     names = list(dict.fromkeys(key.section for key in keys().values()))
     if meant := nearest(section, names, cutoff=0.8):
         return f"no section [{section}]; did you mean {meant}?"
@@ -208,10 +210,10 @@ def unknown_section(section: str, keys_in_it: Iterable[str] = ()) -> str:
 
 
 def refuse_unknown(values: Iterable[tuple[str, Any]], location: KeyInFile) -> None:
-    """Refuse all unknown keys and sections of a document in one error, which suggests the ones that may be meant.
+    """Refuse all unknown keys and sections of a document in one error, which suggests similar keys and sections.
 
     Raises:
-        ConfigError: some are unknown; names each of them with its line.
+        ConfigError: some are unknown; the message names each with its line.
     """
     reasons = [
         f"{location.line(key)}: {unknown_section(key, raw)}"
@@ -224,7 +226,8 @@ def refuse_unknown(values: Iterable[tuple[str, Any]], location: KeyInFile) -> No
 
 
 def _raise_all(errors: Sequence[ConfigError], document: str, what: str) -> None:
-    """Raise the only error, or one that lists them: "job.toml has 2 unknown keys: line 3: ... | line 5: ..."."""
+    """Raise the only error; or, if there are several, one that lists them: "job.toml has 2 unknown keys: line 3: ... |
+    line 5: ..."."""
     if len(errors) == 1:
         raise errors[0]
     if errors:

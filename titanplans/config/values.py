@@ -69,7 +69,7 @@ def _as_list(value: Any) -> Any:
 
 
 Strings = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
-"""A list of strings, or one string in place of a list of one, as in peft's target_modules = "all-linear"."""
+"""A list of strings. A single string stands for a list of one, as in peft's target_modules = "all-linear"."""
 Name = Annotated[str, Constraint("not empty", lambda value: bool(value.strip()))]
 
 _WORDS = {Any: "of any kind", bool: "true or false", int: "an integer", float: "a number", str: "a string"}
@@ -77,7 +77,7 @@ _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
 STRICT: Any = {"strict": True, "allow_inf_nan": False}
-"""Settings with which pydantic converts integers to floats, and nothing else."""
+"""pydantic's settings: integers are converted to floats, and no other types are converted."""
 
 
 def fit(value: Any, hint: Any) -> Any:
@@ -206,7 +206,7 @@ def expanded(text: str) -> str:
     """Return a path with `~`, `~user`, $NAME and ${NAME} replaced.
 
     Raises:
-        Mismatch: it is empty, or there is no such user or variable.
+        Mismatch: the path is empty, or there is no such user or variable.
     """
     path = os.path.expanduser(os.path.expandvars(text))
     if not path.strip():

@@ -1,6 +1,6 @@
 """A plan in the form of a dict of torch's parallel styles, for NeMo Automodel, NeMo-RL and torch's `parallelize_module`.
 
-Configs of the former two name it by its path:
+Configs of NeMo Automodel and NeMo-RL name it by its path:
 
     tp_plan: titanplans.integrations.automodel.plan                  # Automodel, in the section of FSDP2
     custom_parallel_plan: titanplans.integrations.automodel.plan     # NeMo-RL, in dtensor_cfg
@@ -19,8 +19,8 @@ class RegisteredPlan(ParallelStyle):
 
     Args:
         plan, derive: arguments of `apply_plan`. By default the plan that is registered for the model.
-        loss_parallel: whether the logits stay sharded over the vocabulary. Most of these loops compute the loss from plain
-            logits, which need False.
+        loss_parallel: whether the logits stay sharded over the vocabulary. Most of these libraries' loops compute the loss
+            from plain logits: then use False.
         sequence_parallel: whether the sequence is sharded between regions; its length must then be a multiple of the degree.
     """
 

@@ -1,4 +1,4 @@
-"""Checkpoints of split models in a user's own loop: `save_checkpoint`, `load_checkpoint`, also at other degrees."""
+"""Checkpoints of split models in a user's own loop: `save_checkpoint`, and `load_checkpoint`, also into other degrees."""
 
 import os
 from typing import Any
@@ -41,7 +41,7 @@ def load_checkpoint(
     *,
     weights: bool = True,
 ) -> None:
-    """Load what `save_checkpoint` has saved into `model` and `optimizer`, in place. Collective."""
+    """Load a folder of `save_checkpoint` into `model` and `optimizer`, in place. Collective."""
     state = _state(model, optimizer, weights)
     dcp.load(state, checkpoint_id=folder)
     set_optimizer_state_dict(model, optimizer, state["optimizer"])

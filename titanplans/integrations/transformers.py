@@ -62,7 +62,7 @@ def split_model(
         raise config.error("disable_loss_parallel", "the Trainer's losses need plain logits; set it to true")
     if lora is not None:
         config = config.replace(lora=_lora_options(lora))
-    # Create the process group like the Trainer's arguments would do; if they have done so, this does nothing.
+    # Create the process group as the Trainer's arguments do. If they have created it already, this does nothing.
     PartialState(cpu=not torch.accelerator.is_available())
     if not torch.distributed.is_initialized():
         raise ParallelError(
@@ -193,7 +193,7 @@ class SplitTrainer:
         return clip_gradients(model.parameters(), self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> torch.Tensor:
-        # It is also needed without clipping: it sums the gradients that are still partial over the tensor-parallel ranks.
+        # Called even if clipping is off: it also sums the gradients that are still partial over the tensor-parallel ranks.
         return total_norm(model.parameters()) if grad_norm is None else grad_norm
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:

@@ -1,7 +1,8 @@
 """PyTorch functions in place of FLA's Triton kernels, for CPU tensors: `install("cpu")` before a model is built.
 
-Importing this package does not import FLA and changes nothing; `install` does both. `table.py` lists what is replaced, and
-docs/kernels.md describes it. `check_cpu` refuses a model that needs a kernel without a replacement.
+Importing this package does not import FLA and changes nothing; `install` imports FLA and replaces its functions.
+`table.py` lists the replaced functions, and docs/kernels.md describes them. `check_cpu` refuses a model that needs a
+kernel without a replacement.
 """
 
 from titanplans.errors import KernelError

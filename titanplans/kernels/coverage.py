@@ -37,13 +37,13 @@ def check_cpu(model: "PreTrainedModel") -> None:
         for name, needs in _needed(cls.forward, cls, seen=set(), via=""):
             raise KernelError(
                 f"model_type {kind!r} does not run on a CPU: {cls.__name__} calls {name}, which needs {needs}, and "
-                "kernels.install('cpu') puts nothing in its place; run it on a GPU (a proof of its plan: "
+                "kernels.install('cpu') has no replacement for it; run it on a GPU (a proof of its plan: "
                 "titanplans verify ... --device cuda)"
             )
 
 
 def _needed(value: Any, cls: type | None, seen: set[int], via: str) -> Iterator[tuple[str, str]]:
-    """Yield the GPU kernels that `value` reaches: (the name that the module's own code calls, the kernel).
+    """Yield the GPU kernels that `value` reaches, as pairs: the name that the module's own code calls, and the kernel.
 
     Args:
         value: a function, a class or a kernel; anything else reaches none.
@@ -83,7 +83,8 @@ def _gpu_kernel(value: Any) -> str | None:
 
 
 def _mentioned(function: FunctionType, cls: type | None) -> Iterator[tuple[str, Any, type | None]]:
-    """Yield name, value and class (for methods of `cls`, else None) of everything that a function's code and closure use."""
+    """Yield name, value and class of everything that a function's code and closure use; the class is None except for
+    methods of `cls`."""
     for opcode, name in _names(function.__code__):
         if opcode == "LOAD_GLOBAL" and name in function.__globals__:
             yield name, function.__globals__[name], None

@@ -49,7 +49,8 @@ def for_meta() -> Iterator[None]:
 
 
 def use_interpreter(on: bool = True) -> None:
-    """From now on pass CPU tensors to FLA's Triton kernels, run by Triton's interpreter, or stop doing so.
+    """From now on pass CPU tensors to FLA's Triton kernels, which Triton's interpreter runs; with `on=False`, stop doing
+    so.
 
     Functions that are not Triton kernels stay replaced. See `titanplans.kernels.interpreted`.
     """
@@ -74,9 +75,9 @@ def install(device_type: str) -> None:
 
 
 def calls_fla(config: "PretrainedConfig") -> bool:
-    """Whether a model of transformers may call FLA's kernels, which is so if its file contains the package's name.
+    """Whether a model of transformers may call FLA's kernels: its file contains the package's name.
 
-    Such a file imports them when it is imported itself, so `install` has to be called before.
+    Such a file imports the kernels when it is imported itself, so `install` has to be called first.
     """
     module = type(config).__module__
     if not module.startswith("transformers."):
@@ -86,7 +87,7 @@ def calls_fla(config: "PretrainedConfig") -> bool:
 
 
 Names = dict[Any, list[tuple[dict[str, Any], str]]]
-"""For each value, the tables that hold it, each with its name there."""
+"""Maps each value to the tables that hold it, each with the value's name in the table."""
 
 
 def _find(place: str) -> tuple[Any, str]:
@@ -111,7 +112,7 @@ def _names() -> Names:
 def _key(value: Any) -> Any:
     """Return a key that is equal for the same value: each access to `apply` of a Function creates another, equal object.
 
-    It is a method in Python; from torch 2.15 on, a built-in one.
+    `apply` is a Python method; from torch 2.15 on, a built-in one.
     """
     return value if isinstance(value, MethodType | BuiltinMethodType) else id(value)
 
@@ -125,7 +126,7 @@ def _replace(owner: Any, name: str, reference: Reference, names: Names, *, trito
     elif isinstance(reference, Naive):
         reference = by_naive(original, reference)
     if isinstance(original, type) and issubclass(original, torch.autograd.Function):
-        # Keep it outside of every graph of torch.compile, as the kernels are on a GPU.
+        # Keep the replacement outside of every graph of torch.compile, as the kernels are on a GPU.
         replacement = torch.compiler.disable(_on_cpu(reference, original.apply, triton=triton))
         _rebind(original.apply, replacement, names)
         original.apply = staticmethod(replacement)
@@ -148,10 +149,12 @@ def _on_cpu(
 ) -> Callable[..., Any]:
     """Return a function that calls `reference` for CPU tensors and `original` (None: not installed) for all others.
 
-    If Triton is interpreted, CPU tensors go to an `original` that is a Triton kernel, too. With packed documents it is
-    outside of graphs, as a kernel is, because it splits them by their lengths, which are values that a graph can't use.
+    If Triton is interpreted, CPU tensors also go to `original` if that is a Triton kernel. A call with packed documents is
+    kept outside of graphs, like a kernel, because the reference splits documents by their lengths, and these are values
+    that a graph can't use.
     """
-    # It is in a tuple, so that `parallel.compile.graph_breaks` does not find it: without documents it stays in graphs.
+    # In a tuple, so that `parallel.compile.graph_breaks` does not find the disabled function: calls without documents stay
+    # in graphs.
     out_of_graphs = (torch.compiler.disable(reference),)
 
     @functools.wraps(reference)
@@ -171,9 +174,9 @@ def _on_cpu(
 
 
 def _first_is_on_cpu(*args: Any, **kwargs: Any) -> bool:
-    """Whether the first tensor is on a CPU, or in `for_meta` on meta. Later ones may be host copies of lengths.
+    """Whether the first tensor is on a CPU, or inside `for_meta` on meta. Later tensors may be host copies of lengths.
 
-    A call without tensors, such as a mask by lengths, counts as one on a CPU if there is no GPU.
+    A call without tensors, such as the creation of a mask from lengths, counts as a call on a CPU if there is no GPU.
     """
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):

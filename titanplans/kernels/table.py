@@ -51,7 +51,7 @@ FORMULAS = {
     "rwkv7": (rwkv.rwkv7, "chunk"),
     "simple_gla": (formulas.simple_gla, "chunk", "fused_chunk", "fused_recurrent", "parallel"),
 }
-"""Folder of fla.ops -> the formula, and the kinds of the kernels that it replaces: `chunk_delta_rule`, ..."""
+"""Maps a folder of fla.ops to a formula, and to the kinds of kernels that the formula replaces: `chunk_delta_rule`, ..."""
 
 _ATTENTION = {
     f"fla.ops.{place}": Naive(f"fla.ops.{reference}", attention_parts.check_nsa if "nsa" in place else None)
@@ -135,7 +135,7 @@ REFERENCES: dict[str, Reference] = {
         for kind in kinds
     },
 }
-"""Place in FLA, "module:name" -> its replacement for CPU tensors."""
+"""Maps a name in FLA, "module:name", to the replacement for CPU tensors."""
 
 NOT_TRITON = frozenset(_WRAPPERS)
-"""Places whose originals are no Triton kernels of FLA."""
+"""Keys of `REFERENCES` whose originals are not Triton kernels of FLA."""

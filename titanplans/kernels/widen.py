@@ -9,7 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 _FACTORIES = (torch.zeros, torch.ones, torch.empty, torch.eye)
-"""Without a dtype they make float32, the default."""
+"""Functions that make float32 tensors, the default, if no dtype is passed."""
 
 _ASKING = frozenset((torch.Tensor.float, torch._grouped_mm, *_FACTORIES))
 """Functions that `Widen` handles even if torch.float32 is not among their arguments."""

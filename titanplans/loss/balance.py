@@ -23,16 +23,16 @@ def added_loss(model: nn.Module, output: Any, data: Group | None = None) -> torc
     """Return the weighted load-balancing loss to add to the mean cross entropy of a batch: a scalar, or None.
 
     A model returns this loss as `aux_loss`, and its config has the weight. Some models return only their routers' logits,
-    because they compute the loss only together with their own cross entropy. For these it is computed here, with
-    `load_balancing_loss_func` of the model's file. With `data`, it is computed here from any model's router logits, so that
-    it covers the tokens of all data-parallel ranks. With context parallelism the result is this rank's term of a sum over
-    the CP ranks, because `TPPlan.count_once` divides it by their number.
+    because they compute the loss only together with their own cross entropy. For these models the loss is computed here,
+    with `load_balancing_loss_func` of the model's file. With `data` the loss of every model is computed here from its
+    router logits, so that it covers the tokens of all data-parallel ranks. With context parallelism the result is this
+    rank's term of a sum over the CP ranks, because `TPPlan.count_once` divides it by their number.
 
     Args:
         model: split or not.
         output: the output of the model's forward.
         data: the data-parallel ranks, whose batches have equally many tokens. A loss computed here is over the tokens of
-            all these ranks. None: over this rank's tokens, like an `aux_loss` that the model computes itself.
+            all these ranks. None: the loss is over this rank's tokens, like an `aux_loss` that the model computes itself.
 
     Raises:
         ModelError: the model returns another loss, an `aux_loss` without a weight, or a number without a name, which
@@ -55,7 +55,7 @@ def added_loss(model: nn.Module, output: Any, data: Group | None = None) -> torc
         )
     if losses:
         raise ModelError(
-            f"{kind} returns {next(iter(losses))}, which nothing adds to the loss: let it return aux_loss, weighted by "
+            f"{kind} returns {next(iter(losses))}, which training would ignore: let it return aux_loss, weighted by "
             f"{either(_WEIGHTS)} of its config"
         )
     config: Any = getattr(model, "config", None)

@@ -30,8 +30,8 @@ def cross_entropy(
 ) -> torch.Tensor:
     """Return the cross entropy of this rank's tokens, in nats, divided by `tokens`; a plain scalar, float32 or wider.
 
-    Summed over micro batches and data-parallel ranks, it is the mean over the global batch. So gradients have to be summed
-    over ranks and micro batches, not averaged.
+    The sum of these values over micro batches and data-parallel ranks is the mean over the global batch. So gradients have
+    to be summed over ranks and micro batches, not averaged.
 
     Logits that are sharded over the vocabulary are not gathered: the ranks all-gather two numbers per token, the logsumexp
     of their logits and the label's logit (three with label smoothing). The backward communicates nothing.
@@ -53,7 +53,7 @@ def cross_entropy(
     if logits.shape[:-1] != labels.shape:
         raise ParallelError(
             f"labels of shape {tuple(labels.shape)} for logits of shape {tuple(logits.shape)}: give one label for each "
-            "position, the next token's"
+            "position, the id of the next token"
         )
     shard: VocabularyShard | None = None
     if isinstance(logits, DTensor):

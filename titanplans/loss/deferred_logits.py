@@ -1,9 +1,9 @@
-"""`DeferredLogits`: what a head returns instead of logits when it has computed the loss itself.
+"""`DeferredLogits`: the tensor that a head returns instead of logits when it has computed the loss itself.
 
-It is a tensor with the logits' shape and without their values. It carries the loss to `cross_entropy` and its gradient back
-to the head, through the hooks of FSDP2 and DDP on the outputs of modules. Operators that the model's code applies to its
-logits after the head (a soft cap, a scale) have been applied by the head already; this is checked here. All other uses of
-the logits are refused.
+The tensor has the logits' shape, but not their values. It carries the loss to `cross_entropy`, and the gradient back to
+the head, through the hooks of FSDP2 and DDP on the outputs of modules. The head has already applied the operators that the
+model's code applies to its logits after the head (a soft cap, a scale); `check` compares the two. All other uses of the
+logits are refused.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from titanplans.torch_private.autograd import version
 from titanplans.torch_private.dispatch import unset_fake_temporarily, without_torch_function
 
 PROBE = torch.linspace(-100, 100, 41, dtype=torch.float64)
-"""Values at which the function of the model's code after the head is compared with the one that the head applied."""
+"""Values at which two functions are compared: that of the model's code after the head, and that which the head applied."""
 
 _ELEMENTWISE = frozenset(
     (
@@ -74,14 +74,14 @@ class NotFused(ParallelError):
 
 
 class Computed(NamedTuple):
-    """What a head computed the loss from, and with."""
+    """The labels and settings with which a head computed the loss."""
 
     labels: torch.Tensor
     version: int
     """torch's count of in-place changes of the labels, at the time when the head used them."""
     objective: Objective
     after_head: Callable[[torch.Tensor], torch.Tensor] | None
-    """The function that the head has applied to its logits, in place of the model's code."""
+    """The function that the head has applied to its logits in place of the model's code; None: there is none."""
     has_gradients: bool
     """The head has computed gradients."""
     probe: torch.Tensor = PROBE
@@ -95,7 +95,7 @@ class DeferredLogits(torch.Tensor):
     """Tells the hooks of a split model's head to return this tensor unchanged."""
     of: "Computed"
     collected: torch.Tensor | None = None
-    """The loss, once a call of `loss` has returned it with a gradient."""
+    """The loss, after the first call of `loss` with gradients enabled; None before."""
 
     def loss(self, labels: torch.Tensor, objective: Objective) -> torch.Tensor:
         """Return the summed loss, a scalar.
@@ -129,7 +129,7 @@ class DeferredLogits(torch.Tensor):
         """Check that the model's code after the head changes the logits in the same way as the head did in its place.
 
         Raises:
-            NotFused: it changes them differently.
+            NotFused: the model's code changes the logits differently.
         """
         after_head, probe = self.of.after_head, self.of.probe
         with unset_fake_temporarily():  # the probe has values even in a forward on fake tensors
@@ -147,7 +147,8 @@ class DeferredLogits(torch.Tensor):
     def _collect(self) -> torch.Tensor:
         with without_torch_function():
             if self.collected is not None and torch.is_grad_enabled():
-                # A second loss is the same tensor, so that the two gradients are added as scalars, not as logits.
+                # A second call returns the same tensor, so that autograd adds the two gradients as scalars, not as tensors
+                # of the logits' shape.
                 return self.collected
             loss = cast(torch.Tensor, _CollapseToScalar.apply(self))
             self.collected = loss if loss.requires_grad else None
@@ -175,7 +176,7 @@ class DeferredLogits(torch.Tensor):
                         _CollapseToScalar.apply(first), first.shape, first.of._replace(probe=probe)
                     )
         raise NotFused(
-            f"{name} of logits that don't exist, since the head computes the loss chunk by chunk",
+            f"{name} was called on logits that don't exist, since the head computes the loss chunk by chunk",
             f"leave them to cross_entropy, or {REMEDY}",
         )
 

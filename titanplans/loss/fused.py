@@ -7,9 +7,9 @@
     backward             gradients x incoming gradient
 
 Each product is of size tokens x hidden x vocabulary / ranks. There are three, as without chunks, and one collective per
-chunk. With one collective for all chunks, the logits would be computed twice, before and after it: a fourth product.
-Gradients are computed in the forward, since afterwards the logits are freed (as in Liger Kernel, arXiv 2410.10989, section
-3.2, and flash-linear-attention, on one GPU).
+chunk. With one collective for all chunks, the logits would be computed twice, before and after the collective: a fourth
+product. Gradients are computed in the forward, since afterwards the logits are freed (as in Liger Kernel, arXiv
+2410.10989, section 3.2, and flash-linear-attention, on one GPU).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -139,8 +139,8 @@ class _Sums:
         logits = torch.nn.functional.linear(hidden, self.weight, self.bias)
         head_output, after_head = logits, settings.after_head
         if after_head is not None:
-            # Turn hooks on saved tensors off: they are meant for a later backward, and a checkpoint's hook would recompute
-            # the model here.
+            # Switch off the user's hooks on saved tensors. They are meant for a later backward; in this one, the hook of a
+            # checkpoint would recompute the model.
             with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged):
                 head_output = logits.requires_grad_()
                 logits = after_head(head_output)
@@ -171,7 +171,8 @@ class _Sums:
         return total.addmm_(a, b) if total.dtype == a.dtype else total.add_(a @ b)
 
     def gradients(self) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of hidden states, weight and bias in their dtypes; None if one is not needed."""
+        """Return the gradients of hidden states, weight and bias in their dtypes; None for a gradient that is not
+        needed."""
         gradients = (self.hidden_gradient, self.weight_gradient, self.bias_gradient)
         needed = (self.needs_hidden, self.needs_weight, self.needs_bias)
         # Without tokens there are no chunks, and the gradients are 0.

@@ -46,7 +46,7 @@ class FusedLoss:
         compute: `entropy_and_gradient`, compiled or not.
 
     Raises:
-        NotFused: the model has no head, or one that is not a plain `nn.Linear` (float8, adapters, a user's class).
+        NotFused: the model has no head, or its head is not a plain `nn.Linear` (float8, adapters, a user's class).
         ParallelError: `chunk_tokens` is below 1.
     """
 
@@ -100,7 +100,8 @@ class FusedLoss:
             is_called = True
             return self._loss(input, labels, objective)
 
-        # Replace the head's own forward: when it runs, FSDP2 has gathered the weight, and the input is full on all TP ranks.
+        # Replace the head's forward, which runs inside the hooks: FSDP2 has gathered the weight, and the input is full on
+        # all TP ranks.
         with swapped(self.head, "forward", forward):
             yield
         if not is_called:
@@ -114,7 +115,7 @@ class FusedLoss:
         if labels.numel() != hidden.shape[:-1].numel():
             raise NotFused(
                 f"{labels.numel()} labels for hidden states of shape {tuple(hidden.shape)} at the head",
-                "give one label for each position, the next token's, and no logits_to_keep",
+                "give one label for each position, the id of the next token, and no logits_to_keep",
             )
         head = self.head
         weight, bias = local_parameter(head, "weight"), local_parameter(head, "bias")
@@ -165,7 +166,7 @@ def _refuse_head(head: nn.Module, name: str) -> None:
 
 
 def _only_localizes(cls: Any) -> bool:
-    """Whether a class only gives local parameters to the forward of the class it extends (`with_locals_in_forward`)."""
+    """Whether a class only adds local parameters to its base class (`with_locals_in_forward`)."""
     return vars(cls)["forward"].__module__ == local_parameter.__module__
 
 

@@ -58,7 +58,7 @@ def read(
 ) -> tuple[Statistics, Callable[..., torch.Tensor]]:
     """Compute the same as `read_by_operators`, except that the gradient overwrites `logits` whatever their dtype.
 
-    If their last stride is not 1, it overwrites a contiguous copy instead.
+    If the last stride of `logits` is not 1, the gradient overwrites a contiguous copy instead.
     """
     rows, width = logits.shape
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()

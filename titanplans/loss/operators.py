@@ -19,7 +19,7 @@ def read_by_operators(
     Args:
         logits: [tokens, shard of the vocabulary]; overwritten if they are float32 or wider.
         mine: [tokens], whether the label is in this shard.
-        index: [tokens], the label's column in this shard; 0 if it is in another one.
+        index: [tokens], the label's column in this shard; 0 if the label is in another shard.
         summed: return the sums of logits, too.
 
     Returns:
@@ -38,7 +38,7 @@ def read_by_operators(
         own = logits.new_zeros(index.shape)
         largest = logits.new_full(index.shape, -torch.inf)
     sums = logits.sum(-1) if summed else None
-    # In place: from here on `logits` holds the exponentials, which `gradient` overwrites in turn.
+    # In place: from here on `logits` holds the exponentials. `gradient` overwrites them with the gradient.
     exponentials = logits.sub_(largest[:, None]).exp_()
 
     def gradient(log_sum: torch.Tensor, scale: torch.Tensor, own: torch.Tensor, shift: torch.Tensor):

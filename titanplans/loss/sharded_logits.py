@@ -83,9 +83,10 @@ def entropy_and_gradient(
     vocabulary = logits.shape[-1] if shard is None else shard.vocabulary
     is_counted = labels != IGNORED
     is_valid = ~is_counted | ((labels >= 0) & (labels < vocabulary))
-    # Check on the device, since a check on the host would synchronise with it.
+    # Check on the device, since a check on the host would wait for the device.
     assert_async(is_valid.all(), "a label outside of the vocabulary")
-    # The last shards may have fewer than `size` columns, but valid labels are below `vocabulary` anyway.
+    # The last shards may have fewer than `size` columns. Labels above them can't occur, since all labels are below
+    # `vocabulary`.
     is_local = (
         is_counted
         if shard is None

@@ -53,8 +53,8 @@ def construct(config: PretrainedConfig, device: torch.device, dtype: torch.dtype
             f"model_type {kind!r} needs a package that is not installed ({' '.join(str(error).split())}); softmax "
             "attention needs flash-attn on a GPU, or kernels.install('cpu') before the model is built"
         ) from error
-    # Constructors check sizes with asserts and errors. A KeyError means an unknown name, e.g. of an activation; the other
-    # errors come from values that a constructor does not check.
+    # Constructors check sizes with asserts and errors. A KeyError means an unknown name, e.g. of an activation. The other
+    # errors here are caused by values that a constructor does not check.
     except (AssertionError, ValueError, KeyError, ArithmeticError, RuntimeError, TypeError) as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"

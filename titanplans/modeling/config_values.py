@@ -53,7 +53,7 @@ def check_values(values: Mapping[str, Any], config_class: type[PretrainedConfig]
         where: a description of the file, for errors.
 
     Raises:
-        ModelError: there is such a value; names the key of the first one, and the expected type or range.
+        ModelError: there is such a value; the message names the key of the first one, and the expected type or range.
     """
     _check_table(values, config_class, where, "")
 
@@ -87,7 +87,7 @@ def _check_value(key: str, value: Any, hint: Any, said: str) -> None:
     if rule is not None and type(value) in (int, float) and not rule.holds(value):  # NaN holds none
         raise ModelError(f"{said}: expected a number, {rule.says}")
     if not _is_number(hint) or key.endswith("_token_id"):  # an id is null if there is no such token
-        return  # left to the config class
+        return  # the config class checks this key itself
     try:
         fit(value, hint)
     except Mismatch:
@@ -98,18 +98,19 @@ def _check_value(key: str, value: Any, hint: Any, said: str) -> None:
 def unread_keys(
     values: Mapping[str, Any], config: PretrainedConfig
 ) -> Iterator[tuple[str, PretrainedConfig]]:
-    """Yield each key of a config.json that is not a field of its config class, e.g. a misspelt one, and the config.
+    """Yield each key of a config.json that is not a field of its config class, e.g. a misspelt key, with the config.
 
     transformers stores them as attributes, which the model's code rarely reads.
     """
     known = {*inspect.signature(type(config)).parameters, *config.attribute_map, "auto_map"}
     for key, value in values.items():
-        # Not getattr: a size that differs between layers can't be read as an attribute.
+        # getattr is not used, since it fails for a size that differs between layers.
         inner = vars(config).get(key)
         if isinstance(inner, PretrainedConfig):
             yield from unread_keys(value or {}, inner)  # null: the class's default
         elif key not in known and not key.startswith("_") and not hasattr(type(config), key):
-            # A key that the class converts to other fields is not an attribute. Others are read by name, e.g. from `kwargs`.
+            # Some classes convert a key to other fields, so it is not an attribute. Other keys are used by name, e.g. from
+            # `kwargs`.
             is_read = re.search(rf"""['"]{re.escape(key)}['"]""", inspect.getsource(type(config)))
             if key in vars(config) and not is_read:
                 yield key, config

@@ -28,9 +28,9 @@ def count_flops(model: PreTrainedModel, seq_len: int) -> tuple[int, int]:
     `model` is the unsplit model that `titanplans.modeling.build` returns. Tied parameters count once.
 
     A multiply-add is 2 FLOPs, and the backward costs twice the forward. So each multiply-add of the forward counts as 6
-    FLOPs, or as 4 with a frozen parameter. A token has one multiply-add with each parameter, except those of embeddings that
-    are only looked up and of experts (and memories) that it is not routed to. To this, each token mixer with H heads adds
-    multiply-adds per token:
+    FLOPs, or as 4 with a frozen parameter. A token has one multiply-add with each parameter. Exceptions are embeddings,
+    which are only looked up, and experts (and memories) to which the token is not routed. To this, each token mixer with H
+    heads adds multiply-adds per token:
 
     - softmax attention: H * (D_qk + D_v) * T, where T is the smaller of `seq_len` and the window (for equal
       dimensions D these are the 12 * H * D * T FLOPs of PaLM, arXiv:2204.02311, appendix B);
@@ -113,7 +113,7 @@ def _text_modules(model: PreTrainedModel) -> set[nn.Module]:
 
 
 def _routed_fraction(config: PretrainedConfig) -> float | None:
-    """Return the fraction of a layer's routed experts that a token is sent to; None if it is not in the config."""
+    """Return the fraction of a layer's routed experts to which a token is sent; None if the config does not have it."""
     experts = _positive_int(config, "num_experts", "num_local_experts", "n_routed_experts")
     per_token = _positive_int(config, "num_experts_per_tok")
     return per_token / experts if per_token and experts else None
@@ -126,7 +126,8 @@ def _positive_int(owner: Any, *names: str) -> int | None:
 
 
 def _is_flas(module: nn.Module, *names: str) -> bool:
-    """Whether the class of `module` has one of these names and is FLA's: a user's class may have the same name."""
+    """Whether the class of `module` has one of these names and is FLA's; a user's class with the same name does not
+    count."""
     return type(module).__name__ in names and type(module).__module__.startswith("fla.")
 
 

@@ -23,10 +23,10 @@ def initialize(model: PreTrainedModel, *, seed: int, only: Collection[str] | Non
     """Set every parameter and buffer to its initial value, in place, and tie the parameters that the config ties.
 
     Call this after the model has been parallelised and `model.to_empty(device=...)` has been called. The values are those of
-    the model's constructor and `_init_weights`, drawn in float32 and rounded to each parameter's dtype; adapters get those
-    of `low_rank.draw_factor`. They depend on `seed`, the config and the type of device, not on ranks, placements or dtype.
-    Only one full unit (a decoder layer, the embedding, the head) is in memory at a time, and nothing is communicated. The
-    random states of the CPU and of the model's device are restored.
+    the model's constructor and `_init_weights`, drawn in float32 and rounded to each parameter's dtype; adapters get the
+    values of `low_rank.draw_factor`. All values depend on `seed`, the config and the type of device, not on ranks,
+    placements or dtype. Only one full unit (a decoder layer, the embedding, the head) is in memory at a time, and nothing
+    is communicated. The random states of the CPU and of the model's device are restored.
 
     Args:
         model: a model that `titanplans.modeling.build` has built; parameters are plain tensors or DTensors with any
@@ -102,7 +102,7 @@ class Writer:
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and buffers by their names in the module tree; tied ones occur under each of their names.
+    """Return parameters and buffers by their names in the module tree; a tied tensor occurs under each of its names.
 
     Raises:
         ModelError: one of them is on the meta device.

@@ -2,9 +2,9 @@
 
 A unit is a decoder layer, or a single module outside of the layers (embedding, norm, head). Each layer is constructed when
 its values are needed, with the arguments that the model's constructor passed to it; then the model's `_init_weights` runs
-on it. Outside of the layers, a parameter that a constructor has initialised keeps its value, and an uninitialised one stays
-on meta until its unit's turn. Uninitialised memory is filled with NaN, so that parameters that no code initialises are
-found.
+on it. Outside of the layers, a parameter that a constructor has initialised keeps its value, and an uninitialised
+parameter stays on meta until its unit is initialised. Uninitialised memory is filled with NaN, so that parameters that no
+code initialises are found.
 """
 
 import copy
@@ -137,7 +137,8 @@ class Reference:
     def _add_later_buffers(self, layer: nn.Module, unit: InitUnit) -> None:
         """Add to `layer` the buffers that the model registered in the unit after the layer's constructor.
 
-        If the model was constructed on meta, the `_init_weights` of the model around the unit gives them their values.
+        If the model was constructed on meta, the `_init_weights` of the model around the unit sets the values of these
+        buffers.
         """
         were_on_meta = False
         for path, module in unit.module.named_modules():
@@ -197,7 +198,7 @@ class Reference:
 def _constructing(device: torch.device, *, fill: bool = True) -> Iterator[None]:
     """Set the defaults float32 and `device` in the body, and fill uninitialised memory with NaN unless `fill` is False.
 
-    torch fills it in deterministic mode.
+    torch fills uninitialised memory in its deterministic mode.
     """
     guard = torch.utils.deterministic
     dtype = torch.get_default_dtype()

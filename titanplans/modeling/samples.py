@@ -56,9 +56,9 @@ def sample_inputs(
         input_ids [B, T], int64: tokens of the full vocabulary except padding and image tokens.
 
     For `gemma3` also one image per sequence:
-        input_ids: each sequence has a run of `mm_tokens_per_image` image tokens, with text on both sides. Runs of two and
-            more tokens contain the middle of the sequence, so that sharding it over an even number of ranks splits the
-            image, and neighbouring sequences have them at different positions.
+        input_ids: each sequence has a run of `mm_tokens_per_image` image tokens, with text on both sides. A run of two or
+            more tokens contains the middle of the sequence, so that sharding over an even number of ranks splits the
+            image. Neighbouring sequences have their runs at different positions.
         pixel_values [B, channels, height, width], float32, standard normal.
         token_type_ids [B, T], int64: 1 at image tokens, else 0; the tokens of an image then attend to each other.
 
@@ -73,7 +73,7 @@ def sample_inputs(
         special |= {getattr(config, f"{name}_token_id", None) for name in ("image", "boi", "eoi")}
     tokens = torch.tensor([token for token in range(text.vocab_size) if token not in special])
     if not len(tokens):
-        raise ModelError(f"vocab_size = {text.vocab_size} has only special tokens; take a larger one")
+        raise ModelError(f"vocab_size = {text.vocab_size} has only special tokens; take a larger vocabulary")
     picks = torch.randint(len(tokens), (batch_size, seq_len), generator=generator)
     inputs = {"input_ids": tokens[picks]}
     if config.model_type == "gemma3":

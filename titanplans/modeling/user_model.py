@@ -5,9 +5,9 @@
     arguments = { width = 512, layers = 8 }
 
 Its forward takes `input_ids` [batch, sequence] and returns logits [batch, sequence, vocabulary], an object or dict with
-`logits`, or a tuple whose first element is the logits. Its constructor initialises every parameter. It may have a `config`,
-a transformers PretrainedConfig. Otherwise it gets one, whose `model_type` is the attribute `model_type` of the class or the
-name of the class; plans are registered under it.
+`logits`, or a tuple whose first element is the logits. Its constructor initialises every parameter. The model may have a
+`config`, a transformers PretrainedConfig. Otherwise it gets one, whose `model_type` is the attribute `model_type` of the
+class or the name of the class. Plans are registered for this `model_type`.
 """
 
 import inspect
@@ -74,7 +74,7 @@ def user_model_config(
     except TypeError as error:
         raise ModelError(
             f"model.class = {source!r}: its forward can't be called with input_ids alone ({error}): give it an argument of "
-            "that name, and the others defaults"
+            "this name, and give all other arguments defaults"
         ) from error
     config = getattr(model, "config", None)
     if config is None:
@@ -125,7 +125,7 @@ def _construct(source: str, arguments: Mapping[str, Any], sizes: str | None = No
     what = f"model.class = {source!r}" if sizes is None else f"{sizes}: class = {source!r}"
     cls = load_attribute(source, what, ModelError, _is_module)
     if not _is_module(cls):
-        raise ModelError(f"{what}: it is not a class of nn.Module; name one")
+        raise ModelError(f"{what}: it is not a subclass of nn.Module; name a class of a model")
     call = f"{what}, {'model.arguments' if sizes is None else 'arguments'} = {dict(arguments)}"
     check_keywords(cls, arguments, call, ModelError)
     with as_user_error(call, ModelError):

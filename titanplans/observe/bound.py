@@ -1,4 +1,4 @@
-"""The collectives that a split model needs at least, for each block, embedding, head and loss. Start at `bound`.
+"""The fewest collectives that a split model needs, for each block, embedding, head and loss. Start at `bound`.
 
     part        with sequence parallelism: forward; backward     without
     region      all-gather, reduce-scatter; the same             all-reduce; the same
@@ -15,8 +15,9 @@ section 3.
 
 Styles inside a region add their own collectives (`Style.sends`), such as one number per token for a norm over a sharded
 width. A packed weight whose rows come from other ranks (`Layout.rows`) needs an all-to-all. Under context parallelism each
-part needs the same for the tokens of its rank. Besides, each product at the entry or exit of a mixer needs one all-to-all in
-the forward and one in the backward, of tokens x rows elements, where key/value heads count once per rank that uses them.
+part needs the same collectives, for the tokens of its CP rank. Besides, each product at the entry or exit of a mixer needs
+one all-to-all in the forward and one in the backward, of tokens x rows elements, where key/value heads count once per rank
+that uses them.
 
 Not part of the bound: gathers of all tokens under context parallelism (`by_tokens`), the reduction of partial gradients of
 replicated parameters, which happens once per step, and the scales of float8.
@@ -65,10 +66,10 @@ class Allowances(NamedTuple):
 
 
 def part_of(module: str | None, decoder: Decoder) -> str:
-    """Return the part of the model to which a collective belongs that `module` issues.
+    """Return the part of the model to which a collective of `module` belongs.
 
-    It is the name of a block, "embedding", "head" (including the final norm), "loss" (None: outside of the model), or else
-    the name of the module.
+    The part is the name of a block, "embedding", "head" (including the final norm), "loss" (for None:
+    outside of the model), or else the name of the module.
     """
     if module is None:
         return "loss"
@@ -84,7 +85,8 @@ def record_calls(model: nn.Module, applied: AppliedPlan) -> Iterator[Calls]:
     """Record the calls of the modules that the plan names, while the body runs. `model` is split, and not compiled."""
     calls: dict[str, list[Call]] = {}
     styles = _expected_styles(applied)
-    # In reverse order the keys of a module's parameters come before the key of the module, whose style is to stay.
+    # In reverse order the keys of a module's parameters come before the key of the module, so that the module's style is
+    # kept.
     by_module = {_path(key, applied): style for key, style in sorted(styles.items(), reverse=True)}
     border, inside = applied.border, within_mixers(applied)
     stream = border.stream
@@ -193,7 +195,8 @@ def bound(model: nn.Module, applied: AppliedPlan, options: TPOptions, calls: Cal
 
 
 def _expected_styles(applied: AppliedPlan) -> dict[str, Style]:
-    """Return the styles of the plan by key, regions first, with usual styles in place of other libraries' and missing ones.
+    """Return the styles of the plan by key, regions first; the usual styles replace missing styles and other libraries'
+    styles.
 
     Styles of other libraries declare no collectives, so a mixer or an MLP with such styles counts as one region.
     """
@@ -219,7 +222,8 @@ def _path(key: str, applied: AppliedPlan) -> str:
 
 
 def exceeding(collectives: Iterable[Collective], needed: Sequence[Allowance]) -> list[Collective]:
-    """Return the collectives of one part and direction that `needed` does not cover, because they are extra or too large."""
+    """Return the collectives of one part and direction that `needed` does not cover: additional or too large
+    collectives."""
     left = sorted(needed, key=lambda allowance: allowance.elements)
     counted = [
         collective for collective in collectives if collective.reduction != "min"

@@ -1,8 +1,7 @@
 """The communication of a model that is split by tokens: exchanges of tokens for heads, and gathers of all tokens.
 
 A mixer needs one exchange before its kernel and one after it. Some code needs all tokens: a mixer's token shift before its
-products, or a load-balancing loss. The tokens are gathered for such code, which no plan avoids, and the report names the
-code.
+products, or a load-balancing loss. No plan can avoid this gather, and the report names the code.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -52,7 +51,7 @@ class FullSequenceGathers(NamedTuple):
         return self.mixer_of(collective) is not None or (collective.elements or 0) <= self.hidden - margin
 
     def lines(self, collectives: Sequence[Collective]) -> list[str]:
-        """Return lines on `collectives` of this kind: the modules that they are for, and the bytes."""
+        """Return lines about `collectives` of this kind: the modules that need them, and the bytes."""
         if not collectives:
             return []
         sent = (
@@ -89,7 +88,8 @@ def within_mixers(applied: AppliedPlan) -> Mapping[str, str]:
 
 
 def local_shape(x: torch.Tensor, border: Border, whole_ids: bool) -> torch.Size:
-    """Return the shape of the local tokens of `x`: ids of full sequences (`whole_ids`), a ShardedSequence, or local."""
+    """Return the shape of the local tokens of `x`, which is ids of full sequences (`whole_ids`), a ShardedSequence, or
+    local."""
     shape, tokens = x.shape, border.tokens
     if isinstance(x, ShardedSequence):
         return x.shard.shape
@@ -105,7 +105,8 @@ def with_all_tokens(call: Call, applied: AppliedPlan) -> Call:
 
 
 def exchanged_rows(module: nn.Module, border: Border) -> int:
-    """Return the rows that the running call of the product `module` exchanges, on all CP ranks; 0 if it exchanges none."""
+    """Return the number of rows that the running call of the product `module` exchanges, over all CP ranks; 0 without an
+    exchange."""
     state = state_of(module)
     if state is None or state.heads is None or not state.uses_all_rows:
         return 0

@@ -1,6 +1,6 @@
 """The operators between a collective and the matrix products next to it, in one of inductor's graphs. Start at `neighbours`.
 
-An all-gather is followed to the users of its result, and a reduce-scatter back to the inputs. Operators that only
+From an all-gather the search follows the users of its result, from a reduce-scatter its inputs. Operators that only
 concatenate or split shards belong to the collective, and are not listed.
 """
 
@@ -23,7 +23,7 @@ LONG = (*PRODUCTS, "_grouped_mm", "grouped_mm_fallback", "grouped_mm_fallback_ba
 VIEWS = ("view", "_unsafe_view", "reshape", "squeeze", "unsqueeze")
 
 Side = Literal["users", "all_input_nodes"]
-"""The attribute of a node with its users, or with its inputs."""
+"""The attribute of a node that has its users ("users") or its inputs ("all_input_nodes")."""
 
 
 class Chain(NamedTuple):

@@ -1,7 +1,7 @@
 """Compares the collectives of a split model with the fewest that it needs. Start at `count_communication`.
 
-`recorder` records the issued collectives, and `bound` computes the needed ones. Elements are of full tensors, as in
-published formulas, and bytes are what one rank receives on a ring.
+`recorder` records the issued collectives, and `bound` computes the needed ones. Elements are counted in full tensors, as
+in published formulas; bytes are those that one rank receives on a ring.
 """
 
 import itertools
@@ -39,7 +39,7 @@ class Communication:
     """The needed collectives of each part of the model, such as a block, by name (see `titanplans.observe.bound`)."""
 
     gradients: Mapping[str, int]
-    """The bytes of each replicated parameter whose gradient is summed over the ranks once a step, by name."""
+    """For each replicated parameter whose gradient is summed over the ranks once a step: its size in bytes, by name."""
 
     decoder: Decoder
 
@@ -167,8 +167,8 @@ def count_communication(
         raise NotImplementedError(record.failure)  # an incomplete record proves nothing
     if (again := next((c.module for c in record.collectives if c.phase == "recomputed"), None)) is not None:
         raise PlanError(
-            f"{again} is called again in the backward: count the "
-            "communication without activation checkpointing, which adds its forward's collectives to every plan alike"
+            f"{again} is called again in the backward: count the communication without activation checkpointing, since a "
+            "recomputed forward adds its collectives, whatever the plan"
         )
     return Communication(
         tuple(record.collectives),

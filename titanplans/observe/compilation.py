@@ -25,10 +25,10 @@ from titanplans.torch_private.compile import (
 from titanplans.torch_private.modules import ActivationWrapper, checkpointed, compiled_call
 
 _EVERY_COMPILATION = 1_000_000
-"""Number of compilations that torch keeps metrics of during a recording. The default, 64, would drop some."""
+"""Number of compilations whose metrics torch keeps during a recording. With the default, 64, some would be dropped."""
 
 _AT_BREAKS = ("Unsupported", "SkipFrame")
-"""Types of failures that are expected at a graph break: code there can't be traced, and has to run eagerly."""
+"""Types of failures that are expected at a graph break, where code that can't be traced has to run eagerly."""
 
 _LIMIT = "Dynamo recompile limit exceeded"
 _REMEDY = "replace, copy or wrap a block before it is compiled, not after; or switch compile off"
@@ -54,13 +54,13 @@ class Compilation:
 
     @property
     def eager(self) -> str | None:
-        """Why the block, or code in it that could have been compiled, ran eagerly; None if none did."""
+        """Why the block, or code in it that could have been compiled, ran eagerly; None if everything ran compiled."""
         if serious := [failure for failure in self.failures if not failure.startswith(_AT_BREAKS)]:
             return f"torch.compile gave up: {serious[0]}"
         if self.graphs or self.cache_hits:
             return None
         return (
-            "torch.compile made no graph of it: check that it is not disabled by TORCH_COMPILE_DISABLE, "
+            "torch.compile made no graph of the block: check that it is not disabled by TORCH_COMPILE_DISABLE, "
             "TORCHDYNAMO_DISABLE or a stance, and that its forward is not marked torch.compiler.disable"
         )
 
@@ -97,7 +97,8 @@ class CompileRecord:
         self._previous = totals
 
     def outside(self, blocks: Iterable[str]) -> Compilation:
-        """Return the graphs and cache hits outside of `blocks`. Modules count too, since the head may compute the loss."""
+        """Return the graphs and cache hits outside of `blocks`. Other modules count, too, since the head may compute the
+        loss."""
         inside = tuple(f"{block}." for block in blocks)
         entries = [e for name, e in self.by_module.items() if not f"{name}.".startswith(inside)]
         return Compilation(sum(e.graphs for e in entries), sum(e.cache_hits for e in entries))
@@ -164,7 +165,7 @@ def check_outside_blocks(record: CompileRecord, components: Sequence[str], block
         raise ParallelError(
             f"compile.components has {' and '.join(components)}, but outside the blocks {outside.graphs} graphs were made: "
             "train with the results of prepare_loss and prepare_optimizer and check that torch.compile is not disabled, or "
-            "remove them from components"
+            "remove the components"
         )
 
 

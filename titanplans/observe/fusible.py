@@ -1,4 +1,4 @@
-"""Which collectives async tensor parallelism would fuse with matrix products, found without a GPU. Start at `capture`.
+"""Find without a GPU which collectives async tensor parallelism would fuse with matrix products. Start at `capture`.
 
 The ranks are fake (`titanplans.proof.ranks.fake.fake_ranks`), and the model is on the CPU. Each block goes through Dynamo,
 AOTAutograd and all passes of Inductor as in training, including the pass that fuses, but Inductor generates no kernels.
@@ -54,25 +54,25 @@ class Verdict:
     backward: bool
 
     module: str
-    """The module within the block that issues it; "" if Dynamo recorded none, or it is the block itself."""
+    """The module within the block that issues the collective; "" for the block itself, or if Dynamo recorded no module."""
 
     fused: bool
 
     products: tuple[str, ...]
-    """Modules whose products it is fused with, or is next to in the graph."""
+    """Modules with whose products the collective is fused, or next to whose products it is in the graph."""
 
     overlapped: tuple[str, ...]
-    """Modules whose products run between it and its wait, if it is not fused."""
+    """Modules whose products run between the collective and its wait, if the collective is not fused."""
 
     obstacle: str
-    """Why it is not fused, or which adjacent products are not fused with it; "" if all are."""
+    """Why the collective is not fused, or which adjacent products are not fused with it; "" if all are."""
 
     possible: bool
-    """Whether it is fused, or could be if the graph were different. False: torch's pass does not support it."""
+    """Whether the collective is fused, or could be in another graph. False: torch's pass does not support it."""
 
     @property
     def hidden(self) -> bool:
-        """Whether matrix products hide it: it is fused with them, or overlaps them."""
+        """Whether matrix products hide the collective: it is fused with them, or overlaps them."""
         return self.fused or bool(self.overlapped)
 
 
@@ -152,7 +152,7 @@ class _Capture:
         stages.view_to_reshape(module)  # as Inductor does before its passes
         with torch.no_grad():
             fake = stages.fake_tensor_prop(module, list(inputs))
-        # The graph runs as it was before the passes, so that the backward is captured and code between graphs gets values.
+        # Run the graph from before the passes, so that the backward is captured, and code between graphs gets values.
         runnable = stages.make_boxed_func(partial(_run_on_one_rank, copy.deepcopy(module)))
         # Leave out the scales of float8, which are reduced by minimum.
         collectives = [n for n in module.graph.nodes if operation(n) is not None and n.args[1:2] != ("min",)]
@@ -185,7 +185,8 @@ class _Capture:
         return Verdict(issued, backward, self._module(node), False, products, hiding, obstacle, possible)
 
     def _obstacle(self, node: torch.fx.Node) -> tuple[tuple[str, ...], str, bool]:
-        """Return the products next to a collective, why it is not fused, and whether it could be in another graph."""
+        """Return the products next to a collective, why it is not fused, and whether it could be fused in another
+        graph."""
         issued = str(operation(node))
         if issued not in ("all_gather", "reduce_scatter"):
             return (), f"{issued.replace('_', '-')}, which is never fused", False
@@ -219,7 +220,7 @@ def _run_on_one_rank(module: torch.fx.GraphModule, *inputs: Any) -> Any:
 
 
 class _OneRank(TorchDispatchMode):
-    """Runs collectives without other ranks, as if the others had this rank's values in a gather, and zeros in a sum."""
+    """Runs collectives without other ranks: in a gather the others have this rank's values, and in a sum zeros."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         issued = operation_of(func)
@@ -255,7 +256,7 @@ def _as_under_async_tp(group: str) -> Iterator[None]:
         compiler_counters()["graph_break"].clear()
         log = logging.getLogger("torch._inductor.fx_passes.micro_pipeline_tp")
         stack.callback(log.setLevel, log.level)
-        log.setLevel(logging.ERROR)  # it warns about each graph without collectives
+        log.setLevel(logging.ERROR)  # the pass warns about each graph without collectives
         stack.callback(torch.compiler.reset)
         # The pass fuses only if NCCL and symmetric memory are available.
         stack.callback(setattr, dist, "is_nccl_available", nccl)

@@ -42,8 +42,8 @@ class GraphRecord(graph_pass()):  # pyrefly: ignore[invalid-inheritance]
         self.graphs.append(tuple(collectives))
 
     def uuid(self) -> Any:
-        # A graph from a compile cache would not pass here. Without an id, inductor does not use its cache of graphs, nor
-        # AOTAutograd's.
+        # A graph from a cache of compiled code would not go through this pass. Without an id for this pass, inductor uses
+        # neither its cache of graphs nor AOTAutograd's.
         return None
 
     def collectives(self, group: tuple[int, ...]) -> list[Collective]:
@@ -67,7 +67,7 @@ def installed_record() -> GraphRecord | None:
 
 def _value(node: torch.fx.Node) -> Any:
     """Return the fake tensor of `node`."""
-    # A node that a pass has inserted has none yet; it has the size of its first input.
+    # A node that a pass has inserted has no fake tensor yet; it has the size of its first input.
     while "val" not in node.meta:
         node = node.all_input_nodes[0]
     return node.meta["val"]

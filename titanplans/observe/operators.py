@@ -15,7 +15,8 @@ from titanplans.torch_private.dispatch import schema, tree_leaves
 from titanplans.torch_private.distributed import resolve_process_group
 
 Phase = Literal["forward", "backward", "recomputed", "update", "log"]
-"""recomputed: a forward repeated in the backward. update: after a backward. log: after `ModuleTracker.log_begins`."""
+"""The phases of a step. recomputed: a forward repeated in the backward. update: after a backward. log: after
+`ModuleTracker.log_begins`."""
 
 NAMESPACES = ("_c10d_functional", "c10d_functional", "c10d", "_dtensor", "symm_mem")
 """Namespaces of operators that communicate."""
@@ -33,7 +34,7 @@ _OPERATIONS = {
     "recv": "receive",
     "p2p": "send",
 }
-"""The collective, by a substring of the operator's name without underscores. The first that matches counts."""
+"""Maps a substring of an operator's name (without underscores) to the collective. The first match counts."""
 
 _NO_DATA = (
     "wait_tensor",
@@ -54,7 +55,7 @@ class Collective(NamedTuple):
     """all_gather, reduce_scatter, all_reduce, ..."""
 
     reduction: str | None
-    """sum, avg, min, ... of a functional collective that reduces; None: not known."""
+    """The reduction of a functional collective: sum, avg, min, ...; None: there is none, or it is not known."""
 
     group: tuple[int, ...]
     """The global ranks of its process group."""
@@ -66,7 +67,7 @@ class Collective(NamedTuple):
     """Bytes of the full tensor."""
 
     fused: bool
-    """Issued by an operator that overlaps it with a matrix product (async tensor parallelism)."""
+    """Whether the operator overlaps the collective with a matrix product (async tensor parallelism)."""
 
     module: str | None = None
     """Fully qualified name of the innermost module whose forward or backward issues it. For an FSDP module's collective, the
@@ -75,10 +76,10 @@ class Collective(NamedTuple):
     phase: Phase = "forward"
 
     is_fsdp: bool = False
-    """Issued by an FSDP module."""
+    """Whether an FSDP module issues the collective."""
 
     overlapped: bool = False
-    """In a compiled graph, matrix products run between the collective and its wait."""
+    """Whether matrix products run between the collective and its wait, in a compiled graph."""
 
     @property
     def ranks(self) -> int:
@@ -112,7 +113,7 @@ def operation_of(func: Any) -> str | None:
         return None
     plain = name.replace("_", "")
     operation = next((operation for substring, operation in _OPERATIONS.items() if substring in plain), None)
-    if operation is None and namespace != "symm_mem":  # which also has barriers, handles and products
+    if operation is None and namespace != "symm_mem":  # symm_mem also has barriers, handles and products
         raise NotImplementedError(f"{func} is not in the table of operators, so its bytes can't be counted")
     return operation
 
@@ -137,8 +138,8 @@ def describe(func: Any, args: Any, kwargs: Any, result: Any) -> Collective | Non
     if fused:
         elements, size = _fused_size(operation, arguments, len(group))
     else:
-        # The full tensor is the largest of all inputs and outputs, whatever the operator. For an all-to-all, in which ranks
-        # may receive different numbers of rows, it is what this rank receives.
+        # For every operator the full tensor is the largest of all inputs and outputs. In an all-to-all, ranks may receive
+        # different numbers of rows; the tensor that this rank receives counts.
         tensors = (result,) if operation == "all_to_all" else (*arguments.values(), result)
         sizes = [_size(argument) for argument in tensors]
         has_sizes = all(isinstance(size, int) for pair in sizes for size in pair)  # not symbolic

@@ -4,9 +4,9 @@
         ...                     # one step
     record.collectives
 
-It is a dispatch mode, and works on a process group, on ranks that are threads, and, ten times as fast, on a fake process
-group; under a `FakeTensorMode` a model of any size can be recorded. Collectives of compiled blocks are recorded, too, since
-inductor's code calls the operators as eager code does. Collectives of a replayed CUDA graph are not.
+The recorder is a dispatch mode. It works on a process group, on ranks that are threads, and, ten times as fast, on a fake
+process group. Under a `FakeTensorMode` a model of any size can be recorded. Collectives of compiled blocks are recorded,
+too, since inductor's code calls the operators as eager code does. Collectives of a replayed CUDA graph are not recorded.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,8 @@ class CollectiveRecord:
     collectives: list[Collective] = field(default_factory=list)
     """Collectives over more than one rank, in order."""
     failure: str | None = None
-    """Names an operator that `operators.describe` does not know, so the record is incomplete; None: it is complete."""
+    """The error about an operator that `operators.describe` does not know: the record is then incomplete. None: it is
+    complete."""
 
 
 @contextmanager
@@ -48,7 +49,8 @@ class _Mode(TorchDispatchMode):
     def __init__(self, record: CollectiveRecord):
         super().__init__()
         self.record = record
-        # Outside of a fake mode, fake tensors are of DTensor's shape propagation and of a compiler, and are not counted.
+        # Outside of a fake mode, fake tensors come from DTensor's shape propagation or from a compiler, and are not
+        # counted.
         self.counted = (
             torch.Tensor,
             nn.Parameter,

@@ -21,8 +21,8 @@ def at_start(report: Report) -> list[str]:
     if (compiled := report["compile"]) is not None:
         components = ", ".join("blocks" if name == "model" else name for name in compiled["components"])
         lines.append(
-            f"compiling {components} with {compiled['backend']} in the first step, which may take minutes: its line "
-            "comes then"
+            f"compiling {components} with {compiled['backend']} in the first step, which may take minutes; its line "
+            "follows"
         )
     return lines
 

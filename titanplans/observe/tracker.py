@@ -5,8 +5,8 @@
         ...                     # one step; at any moment in it:
         places.now()
 
-torch's `CommDebugMode` is not used, since it records no sizes, and assigns a collective of the backward to the module whose
-outputs' gradients were computed last.
+torch's `CommDebugMode` is not used: it records no sizes, and it assigns a collective of the backward to the module for
+whose outputs the gradients were computed last.
 """
 
 from bisect import bisect_right
@@ -30,15 +30,15 @@ from titanplans.torch_private.modules import CHECKPOINTED, COMPILED_CALL, compil
 class ModuleTracker:
     """The module and the phase that a step is in. Made by `follow`.
 
-    Autograd numbers its nodes in the order in which the forward creates them. The number is noted whenever a module is
-    entered or left, so in the backward the number of the running node tells in which module's forward it was created.
-    All-gathers and reduce-scatters of an FSDP module belong to that module, even if they are prefetched.
+    Autograd numbers its nodes in the order in which the forward creates them. The current number is noted whenever a
+    module is entered or left. So in the backward the number of the running node shows in which module's forward the node
+    was created. All-gathers and reduce-scatters of an FSDP module belong to that module, even if they are prefetched.
 
     Attributes:
         module: the innermost module whose forward runs; None outside of the model.
         calls: number of calls of each module by name, with recomputations.
-        compiled_calls: the number of these that ran compiled.
-        on_change: is called with `module` before it changes.
+        compiled_calls: the number of these calls that ran compiled.
+        on_change: is called with the current `module` before `module` changes.
     """
 
     def __init__(self, model: nn.Module):
@@ -47,7 +47,8 @@ class ModuleTracker:
         self.compiled_calls: Counter[str] = Counter()
         self.on_change: Callable[[str | None], None] = lambda module: None
         self._owners = {id(p): plain(name).rpartition(".")[0] for name, p in model.named_parameters()}
-        # DDP's reducer sums buckets of many modules' gradients, so the running backward does not tell whose they are.
+        # DDP's reducer sums buckets with gradients of many modules, so the running backward does not show whose gradients
+        # they are.
         self._has_buckets = isinstance(model, DDP)
         self._stack: list[str] = []
         self._units: list[str] = []
@@ -79,7 +80,7 @@ class ModuleTracker:
         return bool(self._units)
 
     def log_begins(self) -> None:
-        """Assign all later collectives to the log, which is not written in every step."""
+        """Assign all later collectives to the log. The log is not written in every step."""
         self._logging = True
 
     def enter(self, name: str, compiled: bool) -> None:

@@ -4,7 +4,7 @@
     from titanplans.parallel import FSDP2Config, ParallelManager
     from titanplans.parallel import process_group  # in your own training loop
 
-torchtitan is not imported: its ParallelDims and config sections are read by attribute.
+torchtitan is not imported: this package only uses the attributes of its ParallelDims and config sections.
 """
 
 from titanplans.adapters.add import Adapters, add_adapters, freeze

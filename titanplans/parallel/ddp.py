@@ -59,14 +59,16 @@ def apply_ddp(model: nn.Module, mesh: DeviceMesh, config: DDPConfig) -> None:
         gradient_as_bucket_view=config.gradient_as_bucket_view,
     )
     assert isinstance(model, DDP)
-    # The loss is divided by the tokens of the global batch, so gradients are to be summed. The reducer averages: multiply
-    # each gradient by the number of ranks first. A communication hook that sums would be wrong with gradients that are
-    # reduced twice before a step: the first sum, which every rank holds, would be summed again.
+    # The loss is divided by the tokens of the global batch, so gradients have to be summed. torch's reducer averages them,
+    # so each gradient is first multiplied by the number of ranks. A communication hook that sums would be wrong for
+    # gradients that are reduced twice before a step: every rank holds the first sum, and the second reduction would add up
+    # these copies.
     if mesh.size() > 1:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_hook(partial(torch.mul, other=mesh.size()))
-    # Broadcast now, not in the first forward: a copy of the parameters made before it must have rank 0's values.
+    # Broadcast now, not in the first forward: a copy of the parameters that is made before the first forward must have
+    # rank 0's values.
     start_ddp(model)
     # Blocks are compiled one by one, so their gradients are reduced during the backward of earlier blocks without torch's
     # DDPOptimizer, which would also split the graphs of a block.
@@ -105,7 +107,8 @@ def refuse_model(model: nn.Module, mesh: DeviceMesh) -> None:
     """Refuse a model that DDP can't replicate over `mesh`.
 
     Raises:
-        ParallelError: it is split, already replicated, compiled as one module, fully frozen, on meta or on another device.
+        ParallelError: `model` is split, already replicated, compiled as one module, fully frozen, on meta or on another
+            device.
     """
     ddp = f"ddp of {class_name(model)}"
     why = ""

@@ -49,7 +49,7 @@ class ParallelManager:
         degrees: the degree of each mesh axis; None: all ranks are data-parallel.
         device_type: "cuda", "cpu", ...; None: the accelerator that torch sees, if the process group has a backend for it,
             else the CPU.
-        dump_folder: the folder for files that a training step writes, such as the picture of a memory budget.
+        dump_folder: the folder for files that a training step writes, such as torch's plot of memory budgets.
 
     Raises:
         ParallelError: the process group has no backend for `device_type`, or the degrees do not fit the number of ranks or
@@ -137,18 +137,18 @@ class ParallelManager:
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Return `optimizer`, managed by Megatron-FSDP or with its step compiled, if the strategy asks for it.
 
-        If it was built before `parallelize`, its parameters are replaced by those of the parallelised model; its groups
-        and their options stay.
+        If the optimizer was built before `parallelize`, its parameters are replaced by the parameters of the parallelised
+        model; its groups and their options do not change.
 
         Raises:
-            ParallelError: it has state of replaced parameters, can't be compiled or managed, or is torch's Muon on sharded
-                weights.
+            ParallelError: the optimizer has state of replaced parameters, can't be compiled or managed, or is torch's Muon
+                on sharded weights.
         """
         model = self._parallel()
         if isinstance(self.config, MegatronFSDPConfig):
             if isinstance(optimizer, Muon):
                 raise ParallelError(
-                    "Muon needs full matrices, and Megatron-FSDP keeps shards of a flat buffer: take AdamW"
+                    "Muon needs full matrices, and Megatron-FSDP keeps shards of a flat buffer: use AdamW"
                 )
             megatron_fsdp.register_optimizer(optimizer)
         else:
@@ -259,7 +259,7 @@ def _refuse_muon_on_shards(optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, torch.optim.Muon) and any(map(_is_sharded, parameters)):
         raise ParallelError(
             "torch.optim.Muon orthogonalises a sharded weight by DTensor matrix products, which are summed over ranks in "
-            "bfloat16, so its step differs from that of one process: use titanplans.parallel.build_optimizers(model, "
+            "bfloat16, so its step differs from the step of one process: use titanplans.parallel.build_optimizers(model, "
             'Optimizer(name="Muon"))'
         )
 

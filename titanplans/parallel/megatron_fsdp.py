@@ -25,7 +25,8 @@ from titanplans.split.decoder import find_decoder
 from titanplans.torch_private.modules import compiled_call
 
 _SET_HERE = {"init_model_with_meta_device", "sync_model_each_microbatch"}
-"""Boolean options of the package that a user may not set, because the model and `accumulate` determine them."""
+"""Boolean options of the package that titanplans sets, because the model and `accumulate` determine them; users can't set
+them."""
 
 
 def apply_megatron_fsdp(model: nn.Module, mesh: DeviceMesh, config: MegatronFSDPConfig) -> nn.Module:
@@ -84,8 +85,8 @@ def arguments(
     modules = (name for name, m in model.named_modules() if is_recomputed(m) or compiled_call(m))
     for name in (*tensors, *modules):
         raise ParallelError(
-            f"megatron_fsdp: {name or 'the model'} is split, recomputed or compiled, which is untested; switch that off, or "
-            "use FSDP2Config"
+            f"megatron_fsdp: {name or 'the model'} is split, recomputed or compiled, which is not tested; switch "
+            "it off, or use FSDP2Config"
         )
     parameters = inspect.signature(library.fully_shard_model).parameters.values()
     switches = {p.name for p in parameters if isinstance(p.default, bool)} - _SET_HERE
@@ -149,8 +150,9 @@ def register_optimizer(optimizer: torch.optim.Optimizer) -> None:
             "parameters of the model that apply_megatron_fsdp returned"
         )
 
-    # `fully_shard_optimizer` takes a step with zero gradients, which is counted and decays weights (Megatron-LM #5974).
-    # `megatron_fsdp.fully_shard`, which shards model and optimizer, would also drop parameter groups.
+    # `fully_shard_optimizer` runs one optimizer step with zero gradients. The optimizer counts this step and decays the
+    # weights in it (Megatron-LM #5974), so `step` does nothing during the call. `megatron_fsdp.fully_shard`, which shards
+    # the model and the optimizer, is not used because it drops parameter groups.
     def take_no_step() -> None: ...
 
     optimizer.step = take_no_step  # pyrefly: ignore[bad-assignment]

@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-"""The memory limit of this container, in cgroups of version 2 and 1. "max", or more than the machine has, is no limit."""
+"""Files with the memory limit of this container, for cgroups of version 2 and 1. "max", or a number above the machine's
+memory, means no limit."""
 
 
 def memory(device: torch.device) -> int:

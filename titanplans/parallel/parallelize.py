@@ -1,4 +1,4 @@
-"""`parallelize`: the steps that make a model parallel, in order, and the reason for that order.
+"""`parallelize`: all steps that make a model parallel, with the reasons for their order.
 
 Jobs and torchtitan's trainer call `parallelize`, pipeline jobs `parallelize_stage`, `ParallelManager` `apply_steps`.
 """
@@ -56,7 +56,8 @@ Config = FSDP2Config | DDPConfig
 _TORCHTITANS = ActivationCheckpoint(
     mode="selective", selective_ac_option="op", per_op_sac_keep_attention=False
 )
-"""Stands for any policy of torchtitan's in the compatibility checks: it may recompute attention, and keep operators."""
+"""Stands for any torchtitan policy in the compatibility checks, since such a policy may recompute attention and keep
+operators."""
 
 
 def parallelize(
@@ -82,13 +83,13 @@ def parallelize(
         model: a causal language model (token ids [batch, sequence] in, logits out), normally on meta. Under DDP all steps
             but the last are applied to a model on meta: call `apply_data_parallelism` once it has values.
         parallel_dims: torchtitan's ParallelDims, of any `spmd_backend`, or a `Mesh`.
-        config: the options; instead of the four sections.
+        config: all options; then give none of the three sections.
         training, parallelism, compile_config: torchtitan's sections of these names.
-        ac_config: what to recompute, as an `ActivationCheckpoint` or a torchtitan ActivationCheckpointing.Config. None: as
-            `config` says.
-        dump_folder: folder for files that a training step writes, such as the picture of a memory budget.
-        plan, derive: with torchtitan's sections: where the plan is from; see `apply_plan`.
-        loss_parallel: with torchtitan's sections: keep the logits sharded over the vocabulary (a DTensor, `Shard(-1)`).
+        ac_config: what to recompute, as an `ActivationCheckpoint` or a torchtitan ActivationCheckpointing.Config. None:
+            use `config`.
+        dump_folder: folder for files that a training step writes, such as torch's plot of memory budgets.
+        plan, derive: only without `config`: the plan to use; see `apply_plan`.
+        loss_parallel: only without `config`: keep the logits sharded over the vocabulary (a DTensor, `Shard(-1)`).
 
     Raises:
         PlanError: the plan does not fit the model or the degree.
@@ -98,8 +99,8 @@ def parallelize(
     sections = [section for section in (training, parallelism, compile_config) if section is not None]
     if config is not None and (sections or plan is not None or derive or not loss_parallel):
         raise ParallelError(
-            "parallelize got config, which already contains the sections, the plan, derive and loss_parallel: give either "
-            "config or those arguments"
+            "parallelize got config, which already has the options of the sections, the plan, derive and loss_parallel: "
+            "give either config or these arguments"
         )
     if config is None:
         options = {"plan": plan, "derive": derive, "disable_loss_parallel": not loss_parallel}
@@ -117,8 +118,8 @@ def parallelize_stage(
 ) -> None:
     """Turn `model`, an unsplit model on meta, into stage `index` of a pipeline and parallelise it, in place.
 
-    The plan is checked against the unsplit model, before the modules of other stages are removed. The other arguments
-    and the errors are those of `parallelize`.
+    The plan is checked against the unsplit model, before the modules of other stages are removed. For the other arguments
+    and the errors see `parallelize`.
     """
     check_compatible(model, parallel_dims, config, stage=True)
     apply_steps(model, parallel_dims, config, dump_folder=dump_folder, stage=(stages, index))
@@ -202,7 +203,7 @@ def apply_steps(
 
 
 def dry_run(model: nn.Module, config: Config, degrees: Degrees, device_type: str) -> None:
-    """Check what `parallelize` checks without a mesh. `model` is on meta, and can't be used afterwards.
+    """Make those checks of `parallelize` that need no mesh. `model` is on meta, and can't be used afterwards.
 
     Raises:
         PlanError, OptionError, ParallelError: as `parallelize`.

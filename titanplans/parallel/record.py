@@ -30,7 +30,7 @@ class ParallelRecord:
     stage: Stage | None = None
     """The pipeline stage that the model is; None: it is the complete model."""
     unsplit_names: Mapping[str, str] = field(default_factory=dict)
-    """Names in the unsplit model, by names in this stage, for parameters that other stages hold too."""
+    """For parameters that other stages hold too: maps the name in this stage to the name in the unsplit model."""
     plan: AppliedPlan | None = None
     float8: Conversion | None = None
     adapters: Adapters | None = None

@@ -110,7 +110,7 @@ class ParallelismReport:
     def measuring(self, step: int) -> Iterator[CollectiveRecord]:
         """Measure the training step in the body, and add it to the report. Measure it on every rank, or on none.
 
-        The results of the step do not change, it is only slower. All hooks are removed afterwards.
+        Measuring slows the step down, but does not change its results. All hooks are removed afterwards.
 
         Raises:
             ParallelError: a component that was to be compiled ran eagerly.
@@ -139,7 +139,8 @@ class ParallelismReport:
         return component in (self.values["compile"] or {"components": ()})["components"]
 
     def _named_meshes(self) -> list[tuple[str, Any]]:
-        """The 1-D meshes of more than one rank; of data-parallel meshes with the same ranks, only the first."""
+        """The 1-D meshes of more than one rank, by name. Of data-parallel meshes with the same ranks only the first is
+        kept."""
         meshes: dict[tuple[Any, ...], tuple[str, Any]] = {}
         for axis in (*_DATA_MESHES, *_MODEL_MESHES):
             # A mesh "ep" exists only above degree 1, and DDP does not use the mesh "fsdp".
@@ -185,7 +186,8 @@ class ParallelismReport:
         return {"step": step, "blocks": kinds, "other_modules": others}
 
     def _group(self, collective: Collective, groups: Mapping[str, tuple[int, ...]]) -> str:
-        """The name of the mesh that `collective` communicates over; if several have its ranks, the most likely one."""
+        """The name of the mesh that `collective` communicates over; if several meshes have the same ranks, the most likely
+        one."""
         experts = (self.values["expert_parallel"] or {}).get("experts", ())
         in_experts = any(f"{collective.module}.".startswith(f"{name}.") for name in experts)
         model_meshes = [*(["ep"] if in_experts else []), *_MODEL_MESHES]

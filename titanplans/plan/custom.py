@@ -1,10 +1,12 @@
-"""Where a plan is from: `find_plan` takes the user's, the registered or a kept one; `resolve_plan` gives it its options.
+"""Find the plan of a model: `find_plan` returns the user's plan, the registered one, or a kept one (`plan.kept`).
+
+`resolve_plan` also gives the plan its options. A job's [model] section names a plan in one of these ways:
 
 [model]
 plan = "gla"                          a registered name
 plan = "my_package.plans:MyPlan"      a TPPlan class, a dict, or a function that returns a dict, in a Python module
 plan = "my_package.plans.my_plan"     the same, as NeMo Automodel writes it
-derive = true                         without a registered plan: one that `titanplans derive` has proved and kept
+derive = true                         if no plan is registered: the plan that `titanplans derive` has proved and kept
 [model.plan]                          patterns of module names, each with the name of a style
 "model.embeddings" = "vocab_embedding"
 "model.layers.*.attn" = "attn_input"
@@ -124,8 +126,8 @@ def find_plan(source: PlanSource, model: nn.Module, *, derive: bool = False) -> 
             here.
 
     Raises:
-        PlanError: there is no plan (names the three sources); the module that `source` names, or its attribute, does not
-            exist; it is neither a TPPlan class nor a dict; a kept plan was changed.
+        PlanError: there is no plan in any of the three sources; the module or attribute that `source` names does not
+            exist, or is neither a TPPlan class nor a dict; the file of a kept plan was changed.
     """
     if isinstance(source, LocatedPlan):
         return source
@@ -141,7 +143,7 @@ def find_plan(source: PlanSource, model: nn.Module, *, derive: bool = False) -> 
 
 
 def resolve_plan(source: PlanSource, model: nn.Module, options: TPOptions, *, derive: bool = False) -> TPPlan:
-    """Return the plan that `find_plan` finds, with `options`, to which the float8 recipe of `model` is added.
+    """Return the plan that `find_plan` finds, created with `options` and the float8 recipe of `model`.
 
     Raises:
         PlanError: as `find_plan`.

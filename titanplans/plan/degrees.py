@@ -11,8 +11,8 @@ from titanplans.errors import ParallelError, either, near_multiples
 class Degrees:
     """The degrees of parallelism; the product of all except `ep` is the number of processes.
 
-    At most one may be -1: it is inferred from the number of processes. `as_sizes` has them in the order of the mesh's
-    axes.
+    At most one may be -1: it is inferred from the number of processes. `as_sizes` returns the degrees in the order of the
+    mesh's axes.
     """
 
     dp_replicate: int = 1
@@ -58,7 +58,7 @@ class Degrees:
         """Return the degrees with a -1 replaced by the inferred degree, after checking their product.
 
         Raises:
-            ParallelError: the product is not `world_size`, or no inferred degree makes it so.
+            ParallelError: the product is not `world_size`, and no inferred degree can make it equal.
         """
         product = math.prod(degree for _, degree in self._items() if degree != -1)
         factors = f"{' x '.join(f'{n} {d}' for n, d in self._items() if d != -1)} = {product}"

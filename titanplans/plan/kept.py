@@ -1,7 +1,8 @@
 """Plans that `titanplans derive --keep` has derived and proved: `kept_plan` returns one, `keep_plan` writes one.
 
-There is one file for each structure of a model: the class, after two lines that say for what it was proved. A file is used
-only if all of its facts are equal to those of the model.
+There is one file for each structure of a model. Its first two lines state the facts that the proof depends on: the model's
+structure, its code and the versions of libraries. The class of the plan follows. A file is used only if all of its facts
+are equal to the model's.
 """
 
 import hashlib
@@ -71,7 +72,7 @@ def facts_of(model: nn.Module) -> dict[str, Any]:
         "structure": structure_of(model),
         "config": switches_of(model),
         "sources": digests(classes_of(model)),
-        # Of titanplans the files count, too: a clone changes without a new version.
+        # For titanplans the contents of its files count, since the code in a git clone changes without a new version.
         "versions": library_versions("torch", "transformers", "fla")
         | {"titanplans": digest_of_folders([engine, *import_module(PLANS).__path__])},
     }
@@ -84,10 +85,10 @@ def file_for(facts: Mapping[str, Any]) -> Path:
 
 
 def kept_plan(model: nn.Module) -> KeptPlan | None:
-    """Return the kept plan of an unsplit model; None if there is none, or if one of its base classes has changed.
+    """Return the kept plan of an unsplit model; None if there is none, or if a base class of the plan has changed.
 
     Raises:
-        PlanError: its file was changed; a class of the model is in no file.
+        PlanError: the plan's file was changed; a class of the model is in no file.
     """
     facts = facts_of(model)
     file = file_for(facts)
@@ -110,7 +111,7 @@ def keep_plan(facts: Mapping[str, Any], plan: type[TPPlan], text: str, proof: st
     """Write a proved plan, and return its file. Two processes may write the same file at the same time.
 
     Args:
-        facts: `facts_of` the model that it is for.
+        facts: the result of `facts_of` for the model of the plan.
         plan: the class.
         text: the source file of the class, which does not register it.
         proof: what was proved, for `KeptPlan.proof`.
@@ -129,7 +130,7 @@ def keep_plan(facts: Mapping[str, Any], plan: type[TPPlan], text: str, proof: st
 
 
 def not_kept(model: nn.Module) -> PlanError:
-    """Return the error for a model without a kept plan, where one is allowed."""
+    """Return the error for a model that has neither a registered plan nor a kept one, although kept plans are allowed."""
     return PlanError(
         f"derive = true: no plan is registered for {class_name(model)} (model_type = {model_type_of(model)!r}), and none in "
         f"{kept_folder()} is proved for this structure, code and libraries; run titanplans derive config.json --keep with "
@@ -141,7 +142,7 @@ def _header(text: str, file: Path) -> dict[str, Any]:
     """Return the second line of a kept file.
 
     Raises:
-        PlanError: the file is not as it was written.
+        PlanError: the file was changed after it was written.
     """
     first, line, body = [*text.split("\n", 2), "", ""][:3]
     try:
@@ -164,7 +165,7 @@ def _import(file: Path, text: str, name: str, checksum: str) -> type[TPPlan]:
         module = ModuleType(module_name)
         module.__file__ = str(file)
         with as_user_error(f"derive = true: {file} can't be imported; remove it"):
-            # Not by an import, which would read compiled code by the time of the file.
+            # Not imported: an import may run cached bytecode, which is matched to the file only by its modification time.
             exec(compile(text, file, "exec"), module.__dict__)
         sys.modules[module_name] = module
     return getattr(sys.modules[module_name], name)

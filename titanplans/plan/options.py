@@ -1,4 +1,4 @@
-"""`TPOptions`: the options of a plan, each of which it honours or refuses."""
+"""`TPOptions`: the options of a plan. A plan honours each of them, or raises an error."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,7 +10,7 @@ from titanplans.split.layout import StreamLayout
 
 @dataclass(frozen=True)
 class TPOptions:
-    """The options of a plan, each of which it honours or refuses."""
+    """The options of a plan. A plan honours each of them, or raises an error."""
 
     degrees: Degrees
 
@@ -47,7 +47,7 @@ class TPOptions:
         return self.sequence_parallel or self.degrees.cp > 1
 
     def name_degree(self, degree: int) -> str:
-        """Return how an error names `degree`, which is tp, or tp x cp."""
+        """Return the option and value that an error shows for `degree`, which is tp or tp x cp."""
         tp, cp = self.degrees.tp, self.degrees.cp
         if degree == tp:
             return f"tensor_parallel_degree = {tp}"

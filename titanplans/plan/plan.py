@@ -58,7 +58,7 @@ class TPPlan(PlanStyles):
 
     degree: int
     """Number of ranks that heads or widths are split over, for `local_attributes` and similar methods: tp x cp in a mixer,
-    else tp. The styles of a plan do not depend on it. `options.degrees` has all degrees."""
+    else tp. The styles of a plan do not depend on `degree`. `options.degrees` has all degrees."""
 
     origin: str = ""
     """Where the plan is from, for logs and reports: "registered LlamaPlan (plans/hf/llama.py)"; "": it is not resolved."""
@@ -135,8 +135,8 @@ class TPPlan(PlanStyles):
     def local_attributes(self, attn: nn.Module) -> dict[str, int]:
         """Return `{dotted name: value}` for attributes of a mixer that have to count this rank's heads or widths.
 
-        Attributes that its code derives from the shapes of its tensors are not needed, nor are those that
-        `queries_per_group` returns, which are set anyway.
+        Leave out attributes that the mixer's code derives from the shapes of its tensors, and the attributes that
+        `queries_per_group` returns: these are set anyway.
         """
         return {}
 
@@ -178,12 +178,12 @@ class TPPlan(PlanStyles):
         return max(1, heads // self.degree)
 
     def local_functions(self, attn: nn.Module) -> Functions:
-        """Return, by name, makers of the local functions that replace functions which a mixer's code calls.
+        """Return a maker of a local function for each function of a mixer's code that has to be replaced, by its name.
 
-        They are for functions that depend on a head's index among all heads, such as a decay. A maker gets the function and
-        the `HeadRanks`, and returns the function to call instead. `self.full_width_norm` is a maker for a norm over the full
-        width that is fused with the next product, `self.sum_over_ranks` one for a product whose result is partial,
-        `self.without_kernel` one for a fused kernel in which ranks can't sum.
+        Replace functions that depend on a head's index among all heads, such as a decay. A maker gets the function and the
+        `HeadRanks`, and returns the local function to call instead. There are three ready makers: `self.full_width_norm`
+        for a norm over the full width that is fused with the next product, `self.sum_over_ranks` for a product whose
+        result is partial, and `self.without_kernel` for a fused kernel in which ranks can't sum.
         """
         return {}
 
@@ -199,8 +199,8 @@ class TPPlan(PlanStyles):
         """Return makers of local functions like `local_functions`, for functions that the model's own code calls.
 
         A dotted name is the name of a module outside of the mixers, followed by the name of a function that its code
-        calls. `self.count_once` is a maker for an additional loss of replicated tensors, such as a router's load-balancing
-        loss; `self.heads_of_result(heads)` one for biases by head, such as ALiBi's.
+        calls. There are two ready makers: `self.count_once` for an additional loss of replicated tensors, such as a
+        router's load-balancing loss, and `self.heads_of_result(heads)` for biases by head, such as ALiBi's.
         """
         return {}
 

@@ -71,8 +71,8 @@ class PlanStyles:
     def mlp_region(self, input_name: str = "x", *, float8_input: bool = True) -> Plan:
         """Gather at the entry of an MLP, or of a mixture of experts of any name, and reduce at its exit.
 
-        For code that uses the products' output before it returns, or uses their weights directly. The module works token by
-        token; one that mixes tokens, as RWKV's shift does, needs `attn_region`.
+        For code that still uses the output of the last projection, or that uses the projections' weights directly. The
+        module has to work token by token. A module that mixes tokens, such as RWKV's shift, needs `attn_region`.
         """
         return self._region(input_name, True, float8_input, mixes_tokens=False)
 

@@ -44,7 +44,7 @@ def register_plan(*model_types: str, mixer: str | None = None) -> Callable[[P], 
     if not (model_types or mixer) or not all(isinstance(name, str) for name in (*model_types, mixer or "")):
         arguments = ", ".join(map(repr, model_types))
         raise PlanError(
-            f"register_plan({arguments}): pass the names that it is for, as in @register_plan('my_arch')"
+            f"register_plan({arguments}): pass the model types that the plan is for, as in @register_plan('my_arch')"
         )
 
     def decorate(plan: P) -> P:

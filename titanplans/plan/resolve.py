@@ -83,7 +83,7 @@ class ResolvedPlan:
         )
 
     def token_region_of(self, entry: Entry) -> str | None:
-        """Return the key in `token_regions` that contains `entry` or is its own; None if there is none.
+        """Return the key in `token_regions` that is the key of `entry`, or contains it; None if there is none.
 
         Return "" for a parameter outside of regions that the code of blocks uses.
         """
@@ -103,7 +103,7 @@ class ResolvedPlan:
         return next((entry.key for entry in self.within(module) if entry.style.splits_weights), None)
 
     def module_at(self, key: str) -> nn.Module:
-        """Return the module that a key names, or the module of the parameter that it names."""
+        """Return the module that `key` names; if `key` names a parameter, the module that holds the parameter."""
         entry = self.by_key.get(key)
         return self.model.get_submodule(key) if entry is None else entry.module
 

@@ -1,6 +1,7 @@
-"""What a kept plan is bound to: the structure of a model (`structure_of`), its code (`digests`) and its config's switches.
+"""The facts that a kept plan depends on: a model's structure (`structure_of`), code (`digests`) and config switches.
 
-None of these contains a size: a plan that is proved for small models is used for large ones of the same structure.
+None of these facts contains a size, so a plan that was proved for small models is used for large models of the same
+structure.
 """
 
 import hashlib
@@ -16,7 +17,7 @@ from titanplans.split.adapted import FACTORS
 from titanplans.split.decoder import find_decoder, within
 
 _CONVERTING = ("titanplans", "torchao")
-"""Packages that replace the class of a module: the class before is meant."""
+"""Packages that replace the class of a module by a subclass; the structure then has the original class."""
 _LIBRARIES = ("builtins", "abc", "typing", "torch", *_CONVERTING)
 """Packages whose code is identified by their versions, or is not a model's."""
 _NOT_STRUCTURE = ("training", "gradient_checkpointing", "name_or_path")
@@ -33,9 +34,9 @@ Structure = Mapping[str, list[Any]]
 def structure_of(model: nn.Module) -> dict[str, list[Any]]:
     """Return the structure of an unsplit model, on any device, as JSON values.
 
-    It has each kind of block once ("blocks"), the modules outside of blocks ("outside"), and the parameters that are tied
-    ("tied"). A module counts by its name, its class, the names and numbers of dimensions of its parameters, and its
-    attributes that are true, false or strings.
+    The structure has each kind of block once ("blocks"), the modules outside of blocks ("outside"), and the parameters
+    that are tied ("tied"). A module is described by its name, its class, the names and numbers of dimensions of its
+    parameters, and its attributes that are booleans or strings.
     """
     blocks = find_decoder(model, required=False).blocks
     kinds = {tuple(_entries(block.module)) for block in blocks}
@@ -51,7 +52,7 @@ def structure_of(model: nn.Module) -> dict[str, list[Any]]:
 
 
 def missing_in(proved: Structure, structure: Structure) -> str:
-    """Return the first part of a structure that a model of the structure `proved` lacks; "" if it lacks none."""
+    """Return the first part of `structure` that is missing in the structure `proved`; "" if none is missing."""
     known = {entry for kind in proved["blocks"] for entry in kind}
     for kind in structure["blocks"]:
         if kind not in proved["blocks"]:
@@ -105,7 +106,7 @@ def _digest(name: str, cls: type) -> str:
 
 
 def _entries(root: nn.Module, left_out: Iterable[str] = ()) -> list[str]:
-    """Return a line for each module in `root`, sorted, without those that are, or are in, `left_out`."""
+    """Return a line for each module in `root`, sorted, except the modules `left_out` and the modules inside them."""
     outside = [*left_out]
     return sorted(
         {

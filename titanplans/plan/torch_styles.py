@@ -1,7 +1,7 @@
-"""A plan of torch's own styles alone, as NeMo Automodel and torch's `parallelize_module` take it: `complete`.
+"""Complete and check a plan that has only torch's own styles, as for torch's `parallelize_module`: `complete`.
 
-Such a dict leaves out what every rank computes in full, and its styles communicate by themselves. So it needs a check of its
-own: what torch would compute wrongly is refused.
+Such a dict leaves out the modules that every rank computes in full, and its styles declare nothing that the usual checks
+need. So the checks here refuse what torch would compute wrongly.
 """
 
 from typing import Any
@@ -53,8 +53,8 @@ def complete(plan: Plan, model: nn.Module, decoder: Decoder, source: TPPlan) -> 
         region = next((region for region in regions if _is_in(name, region)), None)
         if region is not None:
             raise PlanError(
-                f"'{name}' ({type(module).__name__}) has no style, but {region} is split, so its gradient would be that "
-                "of one rank's heads; give it torch's SequenceParallel(sequence_dim=2, use_local_output=True) if it is a "
+                f"'{name}' ({type(module).__name__}) has no style, but {region} is split, so its gradient would cover "
+                "only one rank's heads; give it torch's SequenceParallel(sequence_dim=2, use_local_output=True) if it is a "
                 "norm over each head, or use the styles' names of titanplans"
             )
     return plan | {name: source.replicated_off_stream() for name in left_out}
@@ -119,7 +119,7 @@ def _check_embedding(plan: Plan, decoder: Decoder, model: nn.Module) -> None:
 
 
 def _check_logits(plan: Plan, decoder: Decoder, loss_parallel: bool) -> None:
-    """Refuse a style of the head whose logits are not those that `loss_parallel` asks for."""
+    """Refuse a style of the head whose logits are gathered although `loss_parallel` needs them sharded, or the reverse."""
     style: Any = None if decoder.head is None else plan.get(decoder.head)
     if decoder.head is None or (style is not None and not hasattr(style, "output_layouts")):
         return  # a style of the user's own class says nothing about its output

@@ -16,10 +16,10 @@ from titanplans.split.decoder import without_wrappers
 
 
 def keeps_float32(model: nn.Module, dtype: torch.dtype | None) -> Callable[[str], bool]:
-    """Return a predicate of names: whether this parameter or persistent buffer stays in float32 in a `model` of `dtype`.
+    """Return a function of names: whether the parameter or persistent buffer stays in float32 in a `model` of `dtype`.
 
     Patterns are matched as in transformers' `from_pretrained`. Names may contain the prefixes that activation checkpointing
-    and torch.compile add. The predicate is always False if the model declares no patterns or `dtype` is None.
+    and torch.compile add. The function always returns False if the model declares no patterns or `dtype` is None.
     """
     # A method of transformers' models, which knows the dtypes that each of the two attributes applies to.
     patterns_for: Any = getattr(model, "_get_dtype_plan", partial(_declared_patterns, model))

@@ -3,10 +3,10 @@
     nf4_codes   [outputs, inputs / 2]      uint8       two codes per byte, the first in the upper four bits
     nf4_scales  [outputs, inputs / 64]     bfloat16    the absolute maximum of each block of 64 inputs
 
-Both are sharded, gathered and saved like other parameters: a row belongs to one row of the weight, a column to 2 or 64
-inputs. A shard of them is the quantised shard of the weight, so a split model has the weights of the unsplit model, provided
-that no block is divided between ranks (`nf4_faults`). The codes and block size are those of torchao and bitsandbytes, but
-the scales are not quantised a second time.
+Codes and scales are sharded, gathered and saved like other parameters: a row of theirs belongs to one row of the weight, a
+column to 2 or 64 inputs. A shard of codes and scales is the quantised shard of the weight, so a split model has the
+weights of the unsplit model, provided that no block is divided between ranks (`nf4_faults`). The codes and block size are
+those of torchao and bitsandbytes, but the scales are not quantised a second time.
 """
 
 from collections.abc import Iterator
@@ -55,7 +55,7 @@ def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scales = blocks.abs().amax(-1).bfloat16()
     levels = torch.tensor(LEVELS, device=weight.device)
     midpoints = (levels[1:] + levels[:-1]) / 2
-    # The divisor is the rounded scale, so the codes are the nearest ones for the scales that are stored.
+    # Divide by the rounded scales, so that each code is the nearest one for the scale that is stored.
     divisor = scales.float().where(scales != 0, 1.0)
     codes = torch.bucketize(blocks / divisor.unsqueeze(-1), midpoints).to(torch.uint8).flatten(-2)
     return codes[..., ::2] << 4 | codes[..., 1::2], scales

@@ -1,13 +1,14 @@
-"""The proof: a plan's split model is compared with the unsplit model, quantity by quantity, in units of rounding.
+"""The proof: a model that is split by a plan is compared with the unsplit model, quantity by quantity, in rounding units.
 
     from titanplans.proof import verify
 
     report = verify(lambda: MyModel(config), MyPlan)
     print(report.table())
 
-`verify` documents the quantities, and `titanplans.proof.compare.tolerance` the unit and the tolerance. It chooses the
-cases (`Proof.cases`), and proves them in groups that share a reference (`Proof.run`): `ReferenceRun` trains the unsplit
-model, `prove_case` trains the split model on each rank, `Comparison` compares them, and `Blame` explains a case that fails.
+`verify` documents the quantities, and `titanplans.proof.compare.tolerance` the rounding unit and the tolerance. `verify`
+chooses the cases (`Proof.cases`), and proves them in groups that share a reference (`Proof.run`): `ReferenceRun` trains
+the unsplit model, `prove_case` trains the split model on each rank, `Comparison` compares them, and `Blame` explains a
+case that fails.
 
     verify.py   every case of a plan and a model      batches/   conditions, trainings, samples
     cases.py    the choice and the proof of cases     ranks/     threads of this process, or a process group

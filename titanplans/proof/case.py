@@ -35,7 +35,7 @@ _RANK_QUERY = (
 
 
 class _TrainingFailed(Exception):
-    """The split model's training raised an error. Arguments: where, and the error in one line."""
+    """The split model's training raised an error. Arguments: where in the training, and the error in one line."""
 
 
 def prove_case(
@@ -80,7 +80,8 @@ def prove_case(
         result = _failed(options, scenario, _place(training), first_line(error))
     result = from_first(world, result)
     if not result.passed and reference.recording and training is not None:
-        # If the training failed, use what it recorded until then. The names are bound for the closure.
+        # If the training failed, use what it recorded until then. New names, since the closure below needs values that do
+        # not change.
         recorded, case = training, result
         resolved = recorded.model.plan if isinstance(recorded.model, PipelinedModel) else applied[0].resolved
         try:
@@ -89,7 +90,7 @@ def prove_case(
         except RanksDiverged:
             if case.checks[0].what != "runs":
                 raise
-            # The ranks diverged in the training already, and its result is reported.
+            # The ranks already diverged in the training, so the training's result is reported.
     notes = (*result.notes, *(_RANK_QUERY.format(module) for module in world.rank_queries))
     return replace(result, notes=notes, seconds=time.perf_counter() - start)
 

@@ -30,7 +30,7 @@ CONDITIONS = ("pairs", "each", "plain")
 Case = tuple[TPOptions, Scenario]
 
 _FURTHER_DTYPES = ("float32", "bfloat16")
-"""A few cases are proved in these, too."""
+"""A few cases are proved in these dtypes, too."""
 
 _LONGEST = 640
 """The largest number of tokens in a "block" sequence, since the cost of attention is quadratic in it."""
@@ -69,15 +69,15 @@ class Proof:
     def cases(
         self, styles: Mapping[TPOptions, Plan], plain: Scenario, conditions: str
     ) -> tuple[list[Case], tuple[Scenario, ...]]:
-        """Return the cases that cover the `conditions` of this model, and their trainings.
+        """Return the cases that cover the model's conditions as `conditions` asks (see `verify`), and their trainings.
 
-        `styles` has the plan's styles for all options that its checks accept.
+        `styles` has the plan's styles for all options that the plan's checks accept.
         """
         accepted = [*styles]
         self.ranks = max(options.degrees.tp_cp for options in accepted)
         if conditions == "plain":
             self.uncovered = [
-                "any condition: one plain step was asked for",
+                "any condition: conditions = 'plain' asks for one plain step",
                 *self._missing_modalities([plain]),
             ]
             return [(options, _fitting(plain, options)) for options in accepted], (plain,)
@@ -100,7 +100,7 @@ class Proof:
             shared = trainings(batch, block, math.lcm(*(options.shards for options in accepted)))
         if quick := conditions == "each":
             self.uncovered.append(
-                "pairs of conditions, other degrees and dtypes: each condition once was asked for"
+                "pairs of conditions, other degrees and dtypes: conditions = 'each' asks for each condition once"
             )
             trained, shared, dtypes = trained[:1], shared[:1], dtypes[:1]
         all_trainings = tuple(dict.fromkeys((*trained, *shared)))
@@ -118,7 +118,8 @@ class Proof:
         block = longest_block(self.model)
         if block > _LONGEST:
             self.uncovered.append(
-                f"more than {_LONGEST} tokens: a window or a chunk has {block:,}, so every sequence fits into one"
+                f"more than {_LONGEST} tokens: a window or a chunk has {block:,}, so every sequence "
+                "of this proof fits into one window or chunk"
             )
         return min(block, _LONGEST)
 
@@ -154,10 +155,11 @@ class Proof:
             # Only now, since any case of the group may have needed more perturbed runs.
             if reference.draws > DRAWS:
                 uncovered.append(
-                    f"{unsplit.dtype}, some trainings: differences smaller than in {reference.draws} perturbed runs of the "
-                    f"unsplit model: a few runs differ much more than others, so {DRAWS} perturbed runs told too little"
+                    f"{unsplit.dtype}, some trainings: differences below those of {reference.draws} perturbed runs of the "
+                    f"unsplit model: a few runs differ much more than others, so the usual {DRAWS} runs were not enough"
                 )
-        # Keep two: the plain scenario's, and the newest, since an explanation is tried on the next failing case.
+        # Keep two references: of the plain scenario, and the newest one, since an explanation is tried on the next failing
+        # case.
         recorded = lru_cache(2)(lambda unsplit: self._reference(unsplit, recording=True, further=True))
         blame = Blame(
             lambda options, scenario: self._prove(recorded(scenario.unsplit), options, scenario), plain
@@ -185,7 +187,8 @@ class Proof:
                 self.progress("more perturbed runs of the unsplit model")
                 reference.draw(draws)
                 result = self.worlds.run(options.degrees.tp_cp, prove)
-        # Notes on a passing case name code that calls dist.get_rank(), which may act differently in the other replica.
+        # The notes of a passing case name code that calls dist.get_rank(). Such code may act differently in the other
+        # replica.
         if result.passed and result.notes:
             result = self.worlds.run(options.degrees.tp_cp, prove, replica=0)
         return result
@@ -198,7 +201,8 @@ def _fitting(plain: Scenario, options: TPOptions) -> Scenario:
 
 
 def by_reference(cases: Sequence[Case]) -> list[list[int]]:
-    """Return the indices of the cases in groups that share a reference, the group with the most ranks in all first."""
+    """Group the indices of the cases that share a reference. The group whose cases have the most ranks in total comes
+    first."""
     groups: dict[Scenario, list[int]] = {}
     for index, (_, scenario) in enumerate(cases):
         groups.setdefault(scenario.unsplit, []).append(index)

@@ -22,7 +22,7 @@ class Report:
     cases: tuple[CaseResult, ...]
     refused: tuple[Refusal, ...] = ()
     trainings: tuple[Scenario, ...] = ()
-    """The trainings of the cases, without the settings frozen, recomputed, …. The table calls them A, B, C."""
+    """The trainings of the cases, without settings such as frozen or recomputed. The table calls them A, B, C, ..."""
     uncovered: tuple[str, ...] = ()
     """Conditions that no case covers, in words."""
     ranks: str = "threads"

@@ -16,12 +16,13 @@ class Check:
     """runs, loss, logits, gradients, replicas, norm, AdamW, tied, or the name of a further loss."""
     error: float
     """The worst difference, in epsilons: the largest change of the quantity when every weight is perturbed by one rounding
-    (titanplans/proof/compare/tolerance.py). For replicas, in roundings of the tensor itself. 0 or infinity for what is true
-    or false: runs, tied."""
+    (titanplans/proof/compare/tolerance.py). For replicas, in roundings of the tensor itself. For "runs" and "tied", which
+    are true or false: 0 if true, else infinity."""
     tolerance: float
     """The largest difference that another order of sums can explain, in epsilons."""
     where: str = ""
-    """The parameter with the worst difference, or "its gradient" for a further loss; "" for a quantity of the model."""
+    """The parameter with the worst difference; "its gradient" for the gradient of a further loss; "" for other
+    quantities."""
     point: str = ""
     """When in the training, for example "step 2, batch 1"."""
 
@@ -63,7 +64,7 @@ class Finding:
     """forward or backward."""
     first: Location
     correct: tuple[Location, ...]
-    """Correct tensors near it, the nearest first."""
+    """Correct tensors near the first wrong one, the nearest first."""
     reason: str = ""
     """The fault, if the numbers leave no doubt, for example "exactly 2 times too large"."""
     remedy: str = ""
@@ -107,7 +108,7 @@ class CaseResult:
 
     @property
     def beyond_tolerance(self) -> bool:
-        """Whether the case fails only by differences that might be within the tolerance of a larger unit."""
+        """Whether the case may pass with a larger unit: it fails only by differences that exceed their tolerance."""
         failed = [check for check in self.checks if not check.passed]
         is_measured = all(check.what not in ("runs", "replicas", "tied") for check in failed)
         return bool(failed) and is_measured and not self.missing and not self.unexpected

@@ -65,12 +65,9 @@ def verify(
 
     The quantities are:
     - the loss and the logits of each micro batch
-    - the gradient of every parameter after each step; a gradient that only one of the two models has fails
-    - the gradient norm as a trainer computes it
-    - the weights after the last AdamW step
-    - replicas, which must be equal on all ranks
-    - the logits of an evaluation and of a forward with a cache
-    - whether tied weights are still one tensor
+    - the gradient of every parameter after each step; it is a fault if only one of the two models has a gradient - the
+    gradient norm as a trainer computes it - the weights after the last AdamW step - replicas, which must be equal on all
+    ranks - the logits of an evaluation and of a forward with a cache - whether tied weights are still one tensor
 
     titanplans/proof/compare/tolerance.py derives the tolerances. titanplans/proof/batches/cover.py defines the trainings
     and chooses the cases. A case that fails is proved again with fewer conditions, to find the conditions that it needs.
@@ -82,11 +79,12 @@ def verify(
         model_fn: returns the model, with real weights, on the CPU or on the GPU that all ranks share (over a process
             group on the device of its rank). Called once.
         plan: as in `apply_plan`; None: the registered plan.
-        degrees: the degrees to prove; an integer is a tensor-parallel degree. None: those of `DEGREES`, `EXPERT_DEGREES` and
-            `STAGE_DEGREES` that the model allows, or over a process group its size. A process group of 1 rank runs the
-            split model's code and kernels, and splits nothing.
-        loss_parallel: True or False. None: both, or one value without tensor parallelism, where it changes nothing.
-        sequence_parallel: likewise.
+        degrees: the degrees to prove; an integer is a tensor-parallel degree. None: the degrees in `DEGREES`,
+            `EXPERT_DEGREES` and `STAGE_DEGREES` that the model allows; over a process group its size. A process group of 1
+            rank runs the split model's code and kernels, but splits nothing.
+        loss_parallel: True or False. None: both values; only one value without tensor parallelism, since it then changes
+            nothing.
+        sequence_parallel: as for loss_parallel.
         sequence_dim: the dimension of the sequence in the hidden states.
         inputs: inputs of the model's forward. A function of batch size, sequence length and seed that returns keyword
             arguments, with tensors on any device; or fixed keyword arguments, the same for every batch; or None for token
@@ -98,19 +96,19 @@ def verify(
         losses: further losses by name, each a function of logits, labels and the number of labels. Their values and
             their gradients with respect to the logits are compared. The loss whose backward runs through the model is
             `titanplans.parallel.cross_entropy`.
-        ranks: "threads": all ranks in this process, on the CPU or one GPU. Each starts with a full copy of the model, so
-            of a large model prove fewer blocks and a smaller vocabulary. "process_group": one rank in each process of the
-            default group; all of them call this and get the same report.
+        ranks: "threads": all ranks in this process, on the CPU or one GPU. Each rank starts with a full copy of the model,
+            so prove a large model with fewer blocks and a smaller vocabulary. "process_group": one rank in each process of
+            the default group; all of them call this and get the same report.
         conditions: "pairs": cases that cover every pair of conditions. "each": every condition once, at the smallest
             degree. "plain": one step of one batch with every choice of options.
         processes: number of processes that prove cases, forked if more than 1 (titanplans/proof/ranks/processes.py).
         progress: called with a few words before each step.
-        watch: called after each case with the report so far, the newest case last, and the number of cases. Failing
-            cases are explained after all cases are proved.
+        watch: called after each case with the report so far, in which the newest case is the last, and the number of all
+            cases. Failing cases are explained after all cases are proved.
 
     Raises:
         PlanError: the plan does not fit the model; a named degree is refused; no degree is accepted; the unsplit model
-            does not run, or not in this dtype; threads can't run on its device.
+            does not run, at all or in this dtype; ranks that are threads can't run on its device.
         VerifyError: the plan changes code that the unsplit model runs, too.
     """
     check_dtype(dtype)
@@ -118,7 +116,7 @@ def verify(
         raise PlanError(f"conditions = {conditions!r}: {either(list(CONDITIONS))}")
     if processes < 1 or (processes > 1 and ranks == "process_group"):
         raise PlanError(
-            f"processes = {processes}: 1 or more; 1 over a process group, whose ranks are processes"
+            f"processes = {processes}: give 1 or more; over a process group give 1, since its ranks are processes already"
         )
     progress = progress or (lambda words: None)
     size = group_size() if ranks == "process_group" else None
@@ -174,10 +172,10 @@ def verify(
 def _with_equal_stages(
     model: nn.Module, accepted: Mapping[TPOptions, Plan], inputs: Mapping[str, Any], named: bool
 ) -> tuple[dict[TPOptions, Plan], list[Refusal]]:
-    """Return the `accepted` options without those whose stages compute something else than the model, and the refusals.
+    """Return the `accepted` options whose stages compute what the model computes, and a refusal for all others.
 
     Raises:
-        PlanError: stages compute something else, and degrees were `named`, or no options are left.
+        PlanError: stages compute something else than the model, and the caller `named` the degrees or no options are left.
     """
     remaining, refused = dict(accepted), list[Refusal]()
     for pp in {options.degrees.pp for options in accepted} - {1}:
@@ -289,7 +287,7 @@ def degrees_to_prove(
     if not to_prove or (size is None and min(each.tp_cp * each.pp for each in to_prove) == 1):
         raise PlanError(
             f"degrees = [{', '.join(map(str, to_prove))}]: nothing is split, so nothing can be proved: name degrees of 2 "
-            "or more"
+            "or more ranks"
         )
     return to_prove
 

@@ -6,8 +6,8 @@
     sharded by inputs      sharded as the weight's inputs      replicated, gradient Partial
     replicated             replicated, gradient the weight's   replicated, gradient the weight's
 
-If the weight is sharded by inputs, each rank adds its partial product to the output that the base's style sums. The
-adapter's computation is in `titanplans.adapters.low_rank`.
+If the weight is sharded by inputs, each rank adds the adapter's partial product to the base weight's partial product,
+and the base module's style sums them over the ranks. The adapter's computation is in `titanplans.adapters.low_rank`.
 """
 
 from collections.abc import Mapping
@@ -47,7 +47,8 @@ def is_adapted(module: nn.Module) -> bool:
 
 
 def is_factor(name: str) -> bool:
-    """Whether a parameter with this name belongs to an adapter of titanplans; not for peft's names, which end otherwise."""
+    """Whether `name` is a parameter of a titanplans adapter; False for peft's own adapters, whose names end
+    differently."""
     return name.rpartition(".")[2] in FACTORS
 
 
@@ -57,7 +58,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def with_factors(module: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
-    """Return `layouts` of the parameters of `module`, and the layouts of its adapter's factors if it has an adapter."""
+    """Return `layouts`, extended by the layouts of the adapter's two factors if `module` has an adapter."""
     base = "weight" if "weight" in layouts else "nf4_codes"
     if not is_adapted(module) or base not in layouts:
         return dict(layouts)

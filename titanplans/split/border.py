@@ -15,8 +15,8 @@ sequence-parallel forms, Korthikanti et al. 2022, "Reducing Activation Recomputa
     Stream.full       yes                 all-gather       local shard
     shard and full    no                  identity         identity
 
-Tensors are local on both sides. So a Triton kernel may take them, and a compiled graph holds only the collective next
-to the product, the pattern that async tensor parallelism matches.
+Tensors are plain local tensors on both sides, so Triton kernels accept them. In a compiled graph the collective stands
+directly next to the matrix product: torch's async tensor parallelism fuses this pattern.
 """
 
 import copy

@@ -1,6 +1,7 @@
 """Linears that are not called because their parent's fused kernel uses their weight.
 
-A change of the Linear itself (a float8 product, an adapter) would be bypassed without an error.
+If such a Linear is changed (converted to float8, or given an adapter), the change has no effect, and nothing reports
+it.
 """
 
 import inspect
@@ -28,7 +29,8 @@ Refusal = Callable[[list[Bypassed]], UserError]
 
 
 def unfuse(model: nn.Module, names: Collection[str]) -> tuple[str, ...]:
-    """Make MLPs of flash-linear-attention call their `down_proj`, if it is in `names`, instead of a kernel on its weight.
+    """Let MLPs of flash-linear-attention call their `down_proj` if it is in `names`, not a fused kernel that uses its
+    weight.
 
     Returns:
         The names of these MLPs.

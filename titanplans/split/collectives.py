@@ -101,7 +101,7 @@ def exchange_rows(x: torch.Tensor, received: list[int], sent: list[int], group: 
 
 
 def _has_gradient(x: torch.Tensor) -> bool:
-    """Whether autograd records the collective on `x`; not in a backward, unless it is to be differentiated again."""
+    """Whether autograd records the collective on `x`. In a backward it does so only with create_graph=True."""
     return x.requires_grad and torch.is_grad_enabled()
 
 

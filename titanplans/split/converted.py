@@ -23,8 +23,8 @@ _PLAIN = "_plain_border"
 
 
 Crossing = Mapping[Literal["activations", "gradients"], str | None]
-"""Whether activations that enter a region or the head, and gradients of its output, cross the border in float8.
-None: they do; they are cast once for all projections, and gathered as bytes. A string: why they do not."""
+"""How activations that enter a region or the head, and gradients of its output, cross the border. None: in float8, cast
+once for all projections and gathered as bytes. A string: in high precision, for the reason that the string states."""
 
 
 def keep_border_plain(module: nn.Module, reason: str) -> None:

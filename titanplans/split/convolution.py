@@ -1,4 +1,4 @@
-"""A check that a plan sets `groups` of a depthwise convolution that is split by channels to this rank's count."""
+"""Check the `groups` of a depthwise convolution that is split by channels: a plan has to set it to the local count."""
 
 from functools import partial
 from typing import Any

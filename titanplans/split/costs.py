@@ -1,6 +1,7 @@
 """The least collectives that a call of a module with a style needs.
 
-A style returns them (`Style.sends`), and `titanplans.observe` compares them with those that a step issues.
+A style returns these collectives (`Style.sends`), and `titanplans.observe` compares them with the collectives of a
+step.
 """
 
 import math
@@ -13,7 +14,7 @@ class ExpectedCollective(NamedTuple):
     """A collective of the forward, and the collective of its backward."""
 
     forward: tuple[str, ...]
-    """Operations, one of which is expected; () if none is."""
+    """Names of operations, any one of which is expected. (): no collective is expected."""
     backward: tuple[str, ...]
     elements: int
     """The largest possible number of elements of the full tensor."""
@@ -28,7 +29,8 @@ class Call(NamedTuple):
     """The sequence dimension, if the input is sharded along it; None if the input is full."""
     degree: int
     exchanged_rows: int = 0
-    """Rows of all ranks in the all-to-all that exchanges tokens for heads at this product's input or output; 0: none."""
+    """Number of rows that an all-to-all at this product's input or output exchanges, over all ranks; 0: no
+    all-to-all."""
 
     @property
     def tokens(self) -> int:

@@ -17,7 +17,8 @@ from titanplans.torch_private.modules import CHECKPOINTED
 
 _LAYER_LISTS = ("layers", "blocks", "h")
 _HALVES = ("self_layers", "cross_layers")
-"""Two consecutive lists of blocks of a decoder (YOCO): all blocks of the second use what the first has computed once."""
+"""The two lists of blocks of a YOCO decoder. The first list computes keys and values once, and all blocks of the second
+list use them."""
 _FINAL_NORMS = ("norm", "norm_f", "ln_f", "final_layernorm", "final_layer_norm", "final_norm")
 HEADS = ("lm_head", "output")
 _HEAD = "_head_of_plan"

@@ -163,7 +163,7 @@ def check_no_meta(model: nn.Module) -> None:
     """Check that no parameter or buffer of `model` is on the meta device.
 
     Raises:
-        ParallelError: names those that are.
+        ParallelError: some are; the message names them.
     """
     named = [*model.named_parameters(), *model.named_buffers()]
     on_meta = [name for name, tensor in named if local_of(tensor).device.type == "meta"]

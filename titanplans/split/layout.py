@@ -119,7 +119,8 @@ class Layout(NamedTuple):
 
 
 def rows_of(dim: int, sections: Sequence[Section], degree: int) -> Rows:
-    """Return the rows of a dimension with these `sections` that each of `degree` ranks uses; the degree has to suit them."""
+    """Return the rows that each of `degree` ranks uses of a dimension with these `sections`; the sizes are not
+    checked."""
     runs, first = [], 0
     for section in sections:
         size, heads = (section, degree) if isinstance(section, int) else section

@@ -1,4 +1,4 @@
-"""A module's own code on one rank: the attributes and functions that a plan gives it in place of the unsplit model's.
+"""Replace attributes and functions that a module's own code uses, so that the code is correct on one rank's shards.
 
 A plan declares both (`TPPlan.local_attributes`, `TPPlan.local_functions`); nothing is guessed. `plan.checks.code` checks
 them against the module's code. Start at `set_attributes` and `set_functions`.
@@ -23,7 +23,7 @@ from titanplans.torch_private.dispatch import tree_map
 
 
 class HeadRanks(NamedTuple):
-    """The ranks that the heads of a mixer are split over, as an argument of the makers in a plan's `local_functions`."""
+    """The ranks that the heads of a mixer are split over; each maker in a plan's `local_functions` gets them."""
 
     rank: int
     degree: int
@@ -117,7 +117,7 @@ def set_attributes(module: nn.Module, attributes: Mapping[str, Any]) -> None:
 
 
 def set_functions(module: nn.Module, functions: Functions, ranks: HeadRanks) -> None:
-    """Let the methods of `module` call local functions in place of those that their file imports or defines."""
+    """Let the methods of `module` call local functions instead of the functions that their file imports or defines."""
     if functions:
         specialise(module, _with_local_functions(type(module), tuple(sorted(functions.items())), ranks))
 
@@ -146,7 +146,8 @@ def _replace_at(value: Any, path: list[str], local: Any, ranks: HeadRanks) -> An
 
 
 def _rebind(function: FunctionType, name: str, local: Any, ranks: HeadRanks) -> FunctionType:
-    """Return a copy of `function` in which its code, or the code that it decorates, finds the local function at `name`."""
+    """Return a copy of `function` that calls the local function at `name`, also inside the function that it
+    decorates."""
     namespace, closure = function.__globals__, function.__closure__
     if looks_up(function, name):
         first, *path = name.split(".")
@@ -167,10 +168,10 @@ def _rebind(function: FunctionType, name: str, local: Any, ranks: HeadRanks) -> 
 
 
 def count_once(function: Callable[..., Any], ranks: HeadRanks) -> Callable[..., Any]:
-    """Wrap `function`, which gets replicated tensors: divide its gradient by the number of TP ranks, which sum it.
+    """Wrap `function`, which computes the same value on all TP ranks: divide its gradient by the number of these ranks.
 
-    For an additional loss, such as the load balancing of a router inside a region. Each CP rank's loss is partial, so the
-    value is also divided by the number of CP ranks.
+    For an additional loss, such as the load balancing of a router inside a region, whose gradient the TP ranks sum.
+    Each CP rank's loss is partial, so the value is also divided by the number of CP ranks.
     """
 
     @wraps(function)
@@ -211,10 +212,9 @@ def heads_of_result(heads: int) -> FunctionMaker:
 
 
 def without_kernel(function: Callable[..., Any], ranks: HeadRanks) -> Callable[..., None]:
-    """Replace `function`, a kernel that includes a sum over all heads or channels, by one that returns None.
+    """Replace `function`, a kernel that includes a sum over all heads or channels, by a function that returns None.
 
-    For code of transformers that calls such a kernel if a library for GPUs is installed, and its own modules if the call
-    returns None.
+    transformers calls such a kernel if a library for GPUs is installed, and its own modules if the kernel returns None.
     """
     return lambda *args, **kwargs: None
 

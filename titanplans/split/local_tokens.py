@@ -17,7 +17,7 @@ from titanplans.text import user_line
 
 
 class GatherPermission(NamedTuple):
-    """Whether a plan lets code that needs all tokens of hidden states gather them, and what the error says otherwise."""
+    """Whether a plan permits code to gather all tokens of hidden states, and the facts for the error if it does not."""
 
     granted: bool
     remedy: str
@@ -35,10 +35,14 @@ class GatherPermission(NamedTuple):
         """
         if not self.granted:
             what = f"output of {self.source}" if self.source else f"hidden states at {self.key}"
-            split = f"{self.source} a style that splits it by heads, as colwise(), or " if self.source else ""
+            split = (
+                f"{self.source} a style that splits it by heads, such as colwise(), or "
+                if self.source
+                else ""
+            )
             raise PlanError(
                 f"{function}{user_line()} needs all tokens of the {what}, but a context-parallel rank has only its "
-                f"own: give {split}{self.key} the style {self.remedy}, or set context_parallel_degree = 1"
+                f"own tokens: give {split}{self.key} the style {self.remedy}, or set context_parallel_degree = 1"
             )
 
 
@@ -60,7 +64,7 @@ class LocalTokens:
         """The shape of the full sequence in the latest region that mixes tokens; empty if its forward runs in full."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LocalTokens":
-        return self  # it holds a mesh, which is not copied; a plan's functions hold it, too, and run in the same forward
+        return self  # a mesh can't be copied, and the plan's local functions have to use the same object
 
     @property
     def ranks(self) -> int:
@@ -70,7 +74,8 @@ class LocalTokens:
     def take_local(self, x: torch.Tensor, dim: int | None = None) -> torch.Tensor:
         """Return this rank's tokens of `x`, which is replicated or a `ShardedSequence`.
 
-        If the length is not a multiple of the ranks, as at the head after a forward in full, the last ranks have fewer.
+        If the number of ranks does not divide the length, the last ranks have fewer tokens. This happens at the head,
+        after a forward in full.
 
         Args:
             x: has the tokens in dimension `dim`.

@@ -305,7 +305,8 @@ def _is_plain(local: torch.Tensor) -> bool:
 
 
 def _finish(local: torch.Tensor, param: DTensor, spec: LocalSpec) -> torch.Tensor:
-    """Return what this rank uses of `local`, its local tensor of `param`."""
+    """Return the values of `local`, the local tensor of `param`, that this rank's code uses, scaled as the layout
+    says."""
     layout = spec.layout
     if layout.divided_by > 1:
         local = local / layout.divided_by

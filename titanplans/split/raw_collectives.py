@@ -49,9 +49,9 @@ _ALL_REDUCE = {
 def _uses_operators(x: torch.Tensor) -> bool:
     """Whether a collective on `x` goes through torch's functional operators instead of the process group's backend.
 
-    A direct call of the backend costs the host less than half of an operator. But a compiler, and a mode that watches
-    dispatch (a recorder, selective checkpointing, fake tensors), know only the operators, which issue the same collective on
-    the same bytes. The backend can't take complex numbers. It is looked up in each call, since a
+    A direct call of the backend takes less than half of the host time of an operator. But a compiler, and a mode that
+    watches dispatch (a recorder, selective checkpointing, fake tensors), know only the operators, which issue the same
+    collective on the same bytes. The backend can't take complex numbers. The backend is looked up in each call, since a
     restart makes new groups.
     """
     if torch.compiler.is_compiling():

@@ -182,7 +182,8 @@ class Stream:
         """Whether the current call of the embedding, or of the head, works on shards.
 
         Raises:
-            PlanError: a backward recomputes the call, and calls of both kinds had a gradient.
+            PlanError: a backward recomputes the call, and can't tell whether it was on shards: earlier calls were of
+                both kinds.
         """
         if not self.shards_sequence:
             return False

@@ -1,4 +1,4 @@
-"""`Style`, the base class of styles. Class attributes declare what resolves and checks a plan; methods install the split.
+"""`Style`, the base class of styles. Class attributes declare facts for the checks of a plan; methods install the split.
 
 A style is a value: it holds no degree, group or mesh. Its methods take them.
 """
@@ -115,7 +115,10 @@ class Style(ParallelStyle):
         return with_factors(module, {name: layout for name, layout in by_name.items() if layout is not None})
 
     def sizes(self) -> Mapping[str, tuple[int, bool]]:
-        """Return sizes other than the shards' that the degree has to suit: `{name: (size, whether ranks may share it)}`."""
+        """Return further sizes that limit the degree, in addition to the sharded dimensions of the parameters.
+
+        The result is {name: (size, whether ranks may share it)}.
+        """
         return {}
 
     def operands(self, degree: int) -> Operands | None:
@@ -144,7 +147,8 @@ class Style(ParallelStyle):
         raise NotImplementedError
 
     def sends(self, module: nn.Module, call: Call) -> tuple[ExpectedCollective, ...]:
-        """Return the collectives of one call under tensor parallelism; `titanplans.observe` compares them with those issued.
+        """Return the collectives of one call under tensor parallelism; `titanplans.observe` compares them with the real
+        ones.
 
         A region returns the collectives of its entry and its exit, even if a module inside reduces its sum. `sends` is not
         called for a module that never runs itself because other code uses its parameters.

@@ -19,8 +19,8 @@ class ByExpert(Style):
 
     The module has parameters [experts, ...] and an attribute `num_experts`, which becomes the number of local experts. Its
     forward has one of three signatures (`split.experts.interfaces`). It takes hidden states [N, H], expert ids [N, k] and
-    weights [N, k]; or tokens sorted by expert, and the number of tokens per expert; or every token for every expert, if no
-    expert has a bias.
+    weights [N, k]; or tokens sorted by expert, and the number of tokens per expert; or every token once for each expert,
+    which is allowed only if no expert has a bias.
     """
 
     is_inside_region = splits_weights = splits_by_experts = True

@@ -22,7 +22,7 @@ class Colwise(ParameterStyle):
 
     Args:
         dim: the dimension of the parameters that is sharded. 0: the outputs of a Linear. A parameter with fewer dimensions,
-            such as the bias of a transposed weight, is sharded along its last.
+            such as the bias of a transposed weight, is sharded along its last dimension.
         interleaved: the weight is a packed projection in which each head's queries, keys and values are adjacent, so that
             even shards are correct.
     """

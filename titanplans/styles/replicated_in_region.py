@@ -16,8 +16,8 @@ class ReplicatedInRegion(ParameterStyle):
         forward   y = norm(x of this rank's heads): nothing is sent
         backward  dw is partial: each rank's gradient covers only its heads
 
-    For modules between the region's entry and its `rowwise()`. A module after the `rowwise()` is on the stream again:
-    `replicated_on_stream()`.
+    For modules between the region's entry and its `rowwise()`. A module after the `rowwise()` is on the stream again, and
+    needs `replicated_on_stream()`.
     """
 
     is_inside_region = True

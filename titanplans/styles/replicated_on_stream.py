@@ -39,6 +39,6 @@ class ReplicatedOnStream(ParameterStyle):
 
 
 def _check(border: Border, module: nn.Module, args: Any) -> None:
-    # On a full sequence every rank's gradient is already the full one, and would be summed over the ranks.
+    # On a full sequence each rank already has the full gradient, and a sum over the ranks would be too large.
     if torch.is_grad_enabled():
         border.stream.check_runs()

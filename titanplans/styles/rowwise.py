@@ -30,8 +30,8 @@ class Rowwise(Style):
     transposed (GPT-2's Conv1D, whose forward accepts no None as its bias), each rank adds bias / degree instead.
 
     Args:
-        reduce_output: leave the region here. False if a parent reduces, because it calls a fused kernel on this weight, or
-            uses the output before it returns.
+        reduce_output: reduce this module's output. False if the parent module reduces instead, because the parent passes
+            this weight to a fused kernel, or uses the output before it returns.
         dim: the dimension of the weight that is sharded. 1: the inputs of a Linear's weight [outputs, inputs].
     """
 

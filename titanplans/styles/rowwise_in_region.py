@@ -21,8 +21,8 @@ class RowwiseInRegion(Style):
         backward  dy_BLR is partial: all-reduce; dW_Rf is sharded as W
 
     For a small projection that every rank needs in full, such as Mamba's `x_proj`. If the mixer's code multiplies by the
-    weight itself, the key names the weight (`x_proj.weight`). `TPPlan.local_functions` then has to replace the function that
-    multiplies by one that also sums over the ranks (`self.sum_over_ranks`).
+    weight itself, the key names the weight (`x_proj.weight`). Then `TPPlan.local_functions` has to wrap the function that
+    multiplies, so that it also sums over the ranks (`self.sum_over_ranks`).
     """
 
     is_inside_region = splits_weights = True

@@ -26,9 +26,9 @@ class SplitNorm(Style):
         backward  all-reduce of its gradient [B, L, 1]; dw_f is sharded as w
 
     The module normalises its slice by the slice's RMS, and its output is then scaled by slice RMS / full RMS. So the
-    module's code and kernels are unchanged; it may scale by weight or by 1 + weight, and gate after the norm. A bias is
-    added after the scaling. Under context parallelism the heads of a mixer are split over all tp x cp ranks, with the same
-    hook.
+    module's code and kernels are unchanged; the module may scale by weight or by 1 + weight, and may gate after the norm.
+    A bias is added after the scaling. Under context parallelism the heads of a mixer are split over all tp x cp ranks,
+    with the same hook.
 
     Args:
         heads: number of heads in the width, if ranks may share heads; None: equal shards.

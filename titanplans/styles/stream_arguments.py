@@ -1,4 +1,4 @@
-"""`stream_arguments()`: a block that takes other tensors of all tokens next to its hidden states."""
+"""`stream_arguments()`: a block whose forward takes more tensors [batch, sequence, ...] than the hidden states."""
 
 import math
 from functools import partial
@@ -13,6 +13,7 @@ from titanplans.split.border import Border
 from titanplans.split.costs import Call, ExpectedCollective
 from titanplans.split.state import key_of
 from titanplans.styles.base import Site, Style
+from titanplans.text import class_name
 
 
 class StreamArguments(Style):
@@ -64,7 +65,10 @@ def _shard(
             return x
         if not isinstance(x, torch.Tensor):
             raise PlanError(
-                f"its argument {name} is no tensor", key=key_of(module), style=style, module=module
+                f"its argument {name} is a {class_name(x)}, not a tensor",
+                key=key_of(module),
+                style=style,
+                module=module,
             )
         return border.stream.shard(x)
 

@@ -16,7 +16,7 @@ def is_view(tensor: torch.Tensor) -> bool:
 
 
 ENGINE_REFERENCES = 1 if torch.__version__ >= "2.13" else 2
-"""Number of references that the autograd engine holds to the gradient that it passes to a backward."""
+"""Number of references that the autograd engine itself holds to a gradient that it passes to a backward."""
 
 
 def grad_refcount(gradient: torch.Tensor) -> int:
@@ -28,7 +28,7 @@ def grad_refcount(gradient: torch.Tensor) -> int:
     base = gradient._base
     if base is None:
         return references
-    # The view and the variable `base` hold a reference each.
+    # The view and the local variable `base` each hold a reference.
     return max(references, base._use_count() - 1)  # pyrefly: ignore[missing-attribute]
 
 

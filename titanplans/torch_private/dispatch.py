@@ -75,7 +75,8 @@ def meta_nonzero_finds_all() -> AbstractContextManager[Any]:
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Return the address of the storage object of `tensor`. It identifies the storage of a meta tensor, too."""
+    """Return the address of the storage object of `tensor`. It identifies the storage even of a meta tensor, which has no
+    memory."""
     return address_of(tensor.untyped_storage())
 
 

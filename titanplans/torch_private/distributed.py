@@ -32,7 +32,7 @@ __all__ = [
 def backend_of(group: str, device: torch.device) -> Any:
     """Return the backend of the process group named `group` for `device`, such as NCCL's or gloo's.
 
-    Calling the backend directly saves the dispatch of an operator, which takes longer than the call itself.
+    Calling the backend directly avoids the dispatch of an operator, which takes longer than the call itself.
     """
     return resolve_process_group(group)._get_backend(device)  # pyrefly: ignore[bad-argument-type]
 

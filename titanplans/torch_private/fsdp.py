@@ -21,12 +21,12 @@ def fsdp_group(module: FSDPModule) -> Any:
 
 
 def mixed_precision(group: Any) -> Any:
-    """Return the MixedPrecisionPolicy of an FSDPParamGroup; from torch 2.15 on, that of its first parameter."""
+    """Return the MixedPrecisionPolicy of an FSDPParamGroup; from torch 2.15 on, the policy of its first parameter."""
     return group.mp_policy if hasattr(group, "mp_policy") else group.fsdp_params[0].mp_policy
 
 
 def unreduced_gradients(group: Any) -> list[tuple[Any, str]]:
-    """Return where an FSDPParamGroup holds the gradients that its next reduction takes, as objects and their attributes."""
+    """Return where an FSDPParamGroup holds the gradients of its next reduction, as pairs of an object and an attribute."""
     holders = []
     for param in group.fsdp_params:
         # Before torch 2.15, gradients of several backwards are accumulated outside of `.grad`.

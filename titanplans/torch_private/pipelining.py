@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 SPLITS_BACKWARD = torch.__version__ >= "2.13"
-"""Whether the backward can be split into one for inputs and one for weights. torch 2.11 counts some gradients twice."""
+"""Whether the backward can be split into a backward for inputs and one for weights. False in torch 2.11, which then
+counts some gradients twice."""
 
 _KINDS = {
     "FORWARD": "forward",
@@ -93,7 +94,7 @@ def backward_of_inputs(
 ) -> tuple[Any, Any]:
     """Return the gradients of a stage's inputs, and the state that `backward_of_weights` needs.
 
-    `gradients` are those of the outputs; None if the output is the loss.
+    `gradients` are the gradients of the outputs; None if the output is the loss.
     """
     from torch.distributed.pipelining._backward import stage_backward_input
 

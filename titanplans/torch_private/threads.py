@@ -30,12 +30,13 @@ __all__ = [
 @contextmanager
 def groups_of_threads() -> Iterator[None]:
     """In the body each thread has separate process groups, which are created without waiting for the other ranks."""
-    excepthook = sys.excepthook  # torch wraps it with each process group
+    excepthook = sys.excepthook  # each process group of torch replaces the hook by a wrapper
     barrier = os.environ.pop("TORCH_DIST_INIT_BARRIER", None)
     torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
     threads = torch._C._is_multithreading_enabled()
     # In a CUDA build on a machine without a GPU, the first thread that makes fake tensors sets the device guard for all
-    # threads, and the guard is invalid when that thread has ended. This thread sets it first, and outlives the ranks.
+    # threads, and the guard becomes invalid when that thread ends. So this thread, which outlives the ranks, sets the
+    # guard first.
     torch._C._ensureCUDADeviceGuardSet()
     world = threaded_groups._install_threaded_pg()
     # torch 2.11 does not destroy groups without this attribute, which stays empty.
@@ -81,7 +82,7 @@ def shared_shardings() -> Iterator[None]:
             specs = tree_map_only(DTensorSpec, functools.partial(with_mesh, mesh), sharding.output_spec)
             return replace(sharding, output_spec=specs)
         sharding = propagate(schema)
-        if sharding.redistribute_schema is None:  # otherwise it contains the mesh in other places, too
+        if sharding.redistribute_schema is None:  # a redistribution contains the mesh in further places
             cache[key] = sharding
         return sharding
 
@@ -96,7 +97,7 @@ def meshes_by_thread() -> Iterator[None]:
 
     def init(self: DeviceMesh, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        # Part of the hash. torch sets it only if the backend is its own "threaded" one.
+        # The hash of a mesh includes the thread's id, but torch sets this id only for its own backend "threaded".
         self._thread_id, self._hash = threading.get_ident(), None
 
     with swapped(DeviceMesh, "__init__", init):

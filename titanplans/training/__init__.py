@@ -1,4 +1,5 @@
 """Train a job from a TOML file: `launch/` starts it, `job/` checks it, `trainer/trainer.py` has the training loop.
 
-Importing this package imports none of its modules. Only `cli` imports from it, since its modules need torchtitan.
+Importing this package imports none of its modules, since these need torchtitan. Of the other packages only `cli` imports
+from it.
 """

@@ -1,6 +1,6 @@
 """Save and load the adapters of a split model in peft's files.
 
-    adapter_config.json          rank, alpha, the modules with adapters, and those that are trained without one
+    adapter_config.json          rank, alpha, the modules with adapters, and the modules that train without one
     adapter_model.safetensors    base_model.model.NAME.lora_A.weight, ...lora_B.weight, base_model.model.NAME.weight
 
 `peft.PeftModel.from_pretrained(base, folder)` loads them. Nothing is unpickled.
@@ -68,7 +68,7 @@ def save_adapter(model: nn.Module, folder: str | os.PathLike[str], *, base_model
 def gather_adapter(
     model: nn.Module, base_model: str | None = None
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return the config that `save_adapter` writes; and the full tensors by peft's names, on rank 0. Collective."""
+    """Return the config that `save_adapter` writes and, on rank 0, the full tensors by peft's names. Collective."""
     config, trained = adapter_config(model, base_model), trained_names(model)
     tensors = gather(model, only=trained.__contains__)
     return config, {peft_name(name): tensor for name, tensor in tensors if rank() == 0}
@@ -137,7 +137,8 @@ def check_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> None:
             )
     if not os.path.isfile(path / WEIGHTS):
         raise ModelError(
-            f"{path} has no {WEIGHTS}; a pickled adapter_model.bin is not read: save it again with peft"
+            f"{path} has no {WEIGHTS}; a pickled adapter_model.bin is not read: save the adapter as "
+            "safetensors with peft"
         )
     try:
         with safe_open(path / WEIGHTS, "pt") as file:
@@ -149,7 +150,7 @@ def check_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     if changes := differences(file_shapes, model_shapes):
         raise ModelError(
             f"{path / WEIGHTS} has other adapters than the model: {changes}. Set lora.target_modules and "
-            f"lora.modules_to_save to those in {path / CONFIG}"
+            f"lora.modules_to_save to the values in {path / CONFIG}"
         )
 
 
@@ -173,10 +174,10 @@ def adapter_options(folder: str | os.PathLike[str]) -> LoRA:
 
 
 def options_of_peft(values: Mapping[str, Any], where: str) -> LoRA:
-    """Convert the `values` of peft's LoraConfig to options; `where` says where they are from, for errors.
+    """Convert the `values` of peft's LoraConfig to options; `where` names their source, for errors.
 
     Raises:
-        ModelError: they describe an adapter other than plain LoRA.
+        ModelError: the values describe an adapter other than plain LoRA.
         KeyError, TypeError, ValueError: a value is missing, or has another type than in peft.
     """
     for key, supported in _SUPPORTED.items():

@@ -18,10 +18,11 @@ def written_atomically(target: Path) -> Iterator[Path]:
     Collective: rank 0 creates and renames the folder, and errors are raised on every rank.
 
     Raises:
-        ModelError: `target` exists or is a mount point, or another process is writing it, or was killed while it did.
+        ModelError: `target` exists or is a mount point; or another process is writing it, or was killed while it was
+            writing.
         NotSaved: the folder can't be created or renamed.
     """
-    target = target.resolve()  # follows a link, and gives "." a name
+    target = target.resolve()  # resolves symbolic links, and the name of "."
     directory = target.with_name(f".{target.name}.writing")
 
     def begin() -> None:
@@ -33,8 +34,8 @@ def written_atomically(target: Path) -> Iterator[Path]:
             raise ModelError(f"{target} already exists and is not overwritten; name a new folder")
         if os.path.exists(directory):
             raise ModelError(
-                f"{directory} exists: another process writes {target}, or was killed while it did; in the latter case, "
-                "remove it"
+                f"{directory} exists: another process is writing {target}, or was killed while it wrote it; if no "
+                "process is writing it, remove it"
             )
         directory.mkdir(parents=True)
 

@@ -43,15 +43,15 @@ def describe_kinds(names_by_kind: Mapping[str, Sequence[str]]) -> str:
 def unify_tied(
     tensors: Mapping[str, LazyTensor], tied: Mapping[str, str]
 ) -> tuple[dict[str, LazyTensor], dict[str, LazyTensor]]:
-    """Keep one of several tied tensors.
+    """Keep only one tensor of each group of tied tensors.
 
     Args:
         tensors: the tensors by parameter name.
-        tied: the name that a parameter is tied to, by its own name.
+        tied: maps the name of a tied parameter to the name that it is tied to.
 
     Returns:
-        A pair: the tensors, with each tied tensor only under the name that it is tied to; and the copies that were left out
-        because that name exists already, by their own names.
+        A pair. First, the tensors by name; a tied tensor is only under the name that it is tied to. Second, the copies
+            of tied tensors that were left out, by their own names.
     """
     unified, copies = dict(tensors), {}
     for name, source in tied.items():
@@ -79,7 +79,8 @@ def check_tied_copies(
         ModelError: names two copies that differ.
     """
     for name, copy in copies.items():
-        # Every rank reads, since reading may be collective. Only rank 0 compares, since other ranks may get no values.
+        # Every rank reads the tensors, since reading may be collective. Only rank 0 compares them, since other ranks may
+        # get no values.
         value, source_value = copy.read(), unified[tied[name]].read()
         if broadcast_object(rank() == 0 and not torch.equal(value.to(source_value.dtype), source_value)):
             raise ModelError(

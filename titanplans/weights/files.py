@@ -37,7 +37,8 @@ def write_safetensors(
         values: yields the name and the value of each tensor.
         seal: called with each file as soon as it is complete, to sync it to the disk.
     """
-    # Files are synced one by one, since other ranks wait for each tensor: syncing all files at the end could time out.
+    # Files are synced one by one: other ranks wait for each tensor, and while rank 0 synced all files at the end, they
+    # could time out.
     with ExitStack() as stack:
         offsets: dict[str, tuple[str, int]] = {}
         open_files = {file: stack.enter_context((directory / file).open("wb")) for file in files}

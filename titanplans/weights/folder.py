@@ -51,7 +51,7 @@ class Folder:
 
     @property
     def tensors(self) -> dict[str, LazyTensor]:
-        """The tensors by name. They are read when their values are needed."""
+        """The tensors by name. A tensor is read when its values are needed."""
 
         def lazy(name: str, entry: TensorEntry) -> LazyTensor:
             return LazyTensor(name, entry.shape, entry.dtype, lambda box: self._read(name, entry, box))
@@ -112,7 +112,7 @@ def open_folder(path: str | os.PathLike[str]) -> Folder:
     if wrong:
         raise ModelError(
             f"{index} names the wrong file for {counted(len(wrong), 'tensor')}, e.g. {file_names[wrong[0]]} for {wrong[0]}: "
-            "the folder is incomplete, or a mixture of two; download it again"
+            "the folder is incomplete, or mixes files of two models; download it again"
         )
     return Folder(folder, entries)
 
@@ -121,7 +121,7 @@ def open_file(path: Path) -> Folder:
     """Read and check the header of one safetensors file, whatever its name.
 
     Raises:
-        ModelError: it does not exist, or is damaged or truncated.
+        ModelError: the file does not exist, or is damaged or truncated.
     """
     return Folder(path.parent, _read_header(path))
 
@@ -139,8 +139,8 @@ def _read_index(index: Path) -> dict[str, str]:
     file_names = values.get("weight_map") if isinstance(values, dict) else None
     if not isinstance(file_names, dict) or not file_names:
         raise ModelError(f"{index} has no weight_map from names of tensors to files; download it again")
-    # An index may name only entries of this folder, so that it can't point elsewhere. The entries may be symbolic links, as
-    # in the hub's cache.
+    # An index may name only files of this folder, so that it can't point to files elsewhere. These files may be symbolic
+    # links, as in the Hub's cache.
     for name, file in file_names.items():
         is_name = isinstance(file, str) and file not in ("", ".", "..") and not set(file) & {"/", "\\", "\0"}
         if not is_name or not file.endswith(".safetensors"):

@@ -1,6 +1,7 @@
 """Gather full state dicts of split models and their optimizers on the CPU of rank 0, and load them.
 
-This is done tensor by tensor: besides its shards, a rank needs memory for one full tensor, and rank 0 for the state dict.
+Gathering and loading work tensor by tensor: in addition to its shards, a rank needs memory for one full tensor, and rank 0
+also for the state dict.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -36,7 +37,7 @@ def gather_full_state_dict(
 
     Args:
         model: a split or unsplit model.
-        only: returns whether to gather the tensor of a name, e.g. only adapters; has to be the same on every rank.
+        only: takes a name, and returns whether to gather its tensor, e.g. only adapters; has to be the same on every rank.
 
     Raises:
         ModelError: a value of the state dict is not a tensor.
@@ -69,7 +70,7 @@ def load_full_state_dict(
 def gather_full_optimizer_state_dict(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
     """Return the full state of optimizers on the CPU of rank 0, and {} on the others. Collective.
 
-    It has the format of torch.distributed.checkpoint.state_dict: {"state": {parameter: {"exp_avg": tensor, ...}},
+    The state has the format of torch.distributed.checkpoint.state_dict: {"state": {parameter: {"exp_avg": tensor, ...}},
     "param_groups": [{"params": [parameters], "lr": ..., ...}]}. If an optimizer has taken no step, its state is created.
     """
     state = get_optimizer_state_dict(model, optimizers)
@@ -98,7 +99,7 @@ def load_full_optimizer_state_dict(
     groups = None if state is None else state["param_groups"]
     fault = None
     if groups is not None and _parameter_names(groups) != _parameter_names(current["param_groups"]):
-        fault = "its parameter groups differ from those that the state was gathered with: build it with the same groups"
+        fault = "the state was gathered with other parameter groups: build the optimizer with the groups of the state"
     tensors = None if state is None else _flatten(state["state"])
     groups = _load_tensors(
         _flatten(current["state"]),
@@ -131,7 +132,7 @@ def _load_tensors(
 
     Args:
         targets: the tensors to write into, by name.
-        tied: the name in `targets` of a tied tensor, by its other names.
+        tied: maps the other names of a tied tensor to its name in `targets`.
         state, strict: see `load_full_state_dict`.
         subject: the beginning of an error's message.
         fault: why the state can't be loaded, if the caller knows a reason on this rank.
@@ -164,7 +165,7 @@ def _load_tensors(
 
 
 def _by_target(names: Iterable[str], tied: Mapping[str, str]) -> dict[str, str]:
-    """Return the first of `names` for each target."""
+    """Map each target to the first of `names` that is a name of it. A target may have several names, which `tied` maps."""
     first_names: dict[str, str] = {}
     for name in names:
         first_names.setdefault(tied.get(name, name), name)
@@ -184,7 +185,7 @@ def _find_fault(
     target_shapes = {name: tensor.shape for name, tensor in targets.items() if strict or name in names}
     values = state or {}
     others = {
-        "tied here, and of different values": [
+        "tied in the model, but with different values in the state": [
             f"{name} and {names[tied[name]]}"
             for name in values
             if name in tied and not torch.equal(values[name], values[names[tied[name]]])
@@ -215,7 +216,8 @@ def _parameter_names(groups: Iterable[Mapping[str, Any]]) -> list[list[str]]:
 def _broadcast(
     full: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype, target: torch.Tensor
 ) -> torch.Tensor:
-    """Broadcast rank 0's `full`, on the target's device or, if the process group does not support it, on another one."""
+    """Broadcast rank 0's `full`, on the target's device or, if the process group does not support this device, on
+    another."""
     device_types = group_device_types()
     device = target.device if target.device.type in device_types else torch.device(device_types[0])
     if full is None:

@@ -19,14 +19,15 @@ from titanplans.weights.lazy import LazyTensor, lazy_tensors
 def gather(
     model: nn.Module, *, only: Callable[[str], bool] = lambda name: True
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and the full tensor of each parameter and persistent buffer; tied ones only under the first name.
+    """Yield the name and the full tensor of each parameter and persistent buffer; tied tensors only under their first
+    name.
 
     Collective: every rank must iterate over all of them. Rank 0 gets tensors on the CPU, the others get tensors on meta.
     Each rank needs memory for one full tensor on the model's device.
 
     Args:
         model: a split or unsplit model.
-        only: returns whether to gather the tensor of a name; has to be the same on every rank.
+        only: takes a name, and returns whether to gather its tensor; has to be the same on every rank.
 
     Raises:
         ModelError: a value of the state dict is not a tensor, or a tensor is on meta.
@@ -40,7 +41,7 @@ def state_tensors(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, 
     """Return the tensors of the state dict, and the tied names.
 
     Returns:
-        tensors: the tensors by name, tied ones by their first name. They share memory with the model.
+        tensors: the tensors by name, tied tensors only by their first name. They share memory with the model.
         tied: the first name of a tied tensor, by each of its other names.
     """
     first_names: dict[int, str] = {}
@@ -76,17 +77,17 @@ def gather_full_tensor(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(full.shape, dtype=full.dtype, device="meta")
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     storage = full.untyped_storage()
-    # A copy is needed if `full` shares memory with the model (replicated), or is a view of a larger tensor (padded by the
-    # all-gather).
+    # A copy is needed if `full` shares memory with the model, as a replicated tensor does, or is a view of a larger
+    # tensor, which the all-gather has padded.
     is_view = storage.data_ptr() == local.untyped_storage().data_ptr() or storage.nbytes() != full.nbytes
     return full.to("cpu", copy=is_view).contiguous()
 
 
 def gather_from_stages(models: Sequence[nn.Module], group: dist.ProcessGroup) -> dict[str, LazyTensor]:
-    """Return the full tensors of a model whose pipeline stages are on several ranks. Values are read on rank 0's CPU.
+    """Return the full tensors of a model whose pipeline stages are on several ranks. Values arrive on rank 0's CPU.
 
-    Reading is collective: every rank must read all tensors in the same order. A tensor that several stages hold is read from
-    the first of them.
+    Reading is collective: every rank must read all tensors in the same order. If several stages hold a tensor, it is read
+    from the first of these stages.
 
     Args:
         models: the stages of this rank.

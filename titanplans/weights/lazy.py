@@ -15,14 +15,14 @@ from titanplans.errors import ModelError
 from titanplans.torch_private.dispatch import tree_leaves, tree_map_only
 
 Box = tuple[tuple[int, int], ...]
-"""A range of indices for each dimension: the first index, and the one after the last."""
+"""A range of indices for each dimension: the first index, and the index after the last."""
 
 
 class LazyTensor:
     """A tensor whose values are read when they are needed.
 
     Args:
-        name: the name of the tensor that it is read from, for errors.
+        name: the name of the stored tensor from which the values are read, for errors.
         shape: the tensor's shape.
         dtype: the dtype of its values.
         fetch: returns the values in a box, with the box's shape.
@@ -100,11 +100,13 @@ class LazyTensor:
 def lazy_tensors(
     tensors: Mapping[str, torch.Tensor | LazyTensor], read: Callable[[str], torch.Tensor]
 ) -> dict[str, LazyTensor]:
-    """Return lazy tensors whose values can only be read completely. The last tensor read is cached, for its other boxes.
+    """Return lazy tensors whose values can only be read completely.
+
+    The tensor that was read last is cached, since several of its boxes may be read one after the other.
 
     Args:
         tensors: tensors with the shapes and dtypes, e.g. on meta.
-        read: returns all values of the tensor of a name, or a tensor on meta on a rank without values.
+        read: takes the name of a tensor and returns all its values; on a rank without values, it returns a tensor on meta.
     """
     last: dict[str, torch.Tensor] = {}
 

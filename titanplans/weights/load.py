@@ -25,7 +25,7 @@ from titanplans.weights.names import from_hf_names, multi_token_names
 
 _logger = logging.getLogger(__name__)
 
-UNEXPECTED = "unexpected, which a folder saved from the model lacks"
+UNEXPECTED = "unexpected, which the model does not have"
 """The kind of tensors in `Loaded.unexpected`, for `describe_kinds`."""
 
 
@@ -56,15 +56,15 @@ class Match(NamedTuple):
     """A folder's tensors by parameter name."""
 
     tensors: dict[str, LazyTensor]
-    """The tensors to read; of tied ones, only one."""
+    """The tensors to read; of a group of tied tensors, only one."""
     tied_copies: dict[str, LazyTensor]
     """Further copies of tied tensors in the folder."""
     tied: dict[str, str]
-    """The name that a parameter is tied to, by its own name."""
+    """Maps the name of a tied parameter to the name that it is tied to."""
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     multi_token: tuple[str, ...]
-    """Those of `unexpected` that belong to layers of multi-token prediction."""
+    """The names in `unexpected` that belong to layers of multi-token prediction."""
 
 
 def load_weights(
@@ -79,8 +79,9 @@ def load_weights(
     Args:
         model: a split or unsplit model that `titanplans.modeling.build` has built.
         folder: a folder with safetensors that have transformers' names: one file, or an index and several files.
-        strict: raise an error if the folder lacks a tensor of the model, or has an unexpected one that the model's class
-            does not ignore, other than layers of multi-token prediction. If False, missing tensors keep their values.
+        strict: raise an error if the folder lacks a tensor of the model, or has an unexpected tensor. Layers of
+            multi-token prediction, and tensors that the model's class ignores, are allowed. If False, missing tensors keep
+            their values.
         seed: the seed for tensors that no folder has, such as adapters; has to be the same on every rank.
 
     Returns:
@@ -129,7 +130,7 @@ def match_folder(model: PreTrainedModel, folder: Folder, *, strict: bool = True)
         strict: see `load_weights`.
 
     Raises:
-        ModelError: names the missing and unexpected tensors, and those of another shape or dtype.
+        ModelError: some tensors are missing, unexpected, or of another shape or dtype; the message names them.
     """
     config = getattr(model, "config", None)
     if not isinstance(config, PretrainedConfig):
@@ -137,7 +138,7 @@ def match_folder(model: PreTrainedModel, folder: Folder, *, strict: bool = True)
             f"{type(model).__name__} has no config of transformers, so the names of its tensors in a folder are unknown: "
             "give load_weights a model that modeling.build has built"
         )
-    # Compare with the unsplit model, since a split one has other classes and names.
+    # Compare with the unsplit model, since a split model has other classes and names.
     plain = build(config)
     tensors, unexpected, ignored = from_hf_names(plain, folder.tensors)
     multi_token = multi_token_names(plain, unexpected, ignored)
@@ -176,7 +177,8 @@ def _check_float32(model: PreTrainedModel, dtypes: dict[str, torch.dtype]) -> No
 
 
 def _is_castable(stored: torch.dtype, expected: torch.dtype) -> bool:
-    """Return whether a cast keeps the meaning of values. It does not for 8-bit floats, whose scales are another tensor."""
+    """Return whether a cast keeps the meaning of values. A cast of 8-bit floats does not, since their scales are another
+    tensor."""
     if stored.is_floating_point and stored.itemsize > 1:
         return expected.is_floating_point
     return stored == expected

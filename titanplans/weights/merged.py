@@ -56,7 +56,7 @@ def merged(tensors: Mapping[str, LazyTensor], adapters: Mapping[str, nn.Module])
         if missing := [name for name in names if name not in remaining]:
             raise ModelError(
                 f"{module_name} has an adapter, which can't be merged, because {missing[0]} is missing: the weight is tied "
-                "to another one, or the checkpoint holds only adapters"
+                "to another weight, or the checkpoint holds only adapters"
             )
         weight = apply_lazily(partial(_merge, adapter), [remaining.pop(name) for name in names])
         remaining[f"{module_name}.weight"] = weight
@@ -66,7 +66,7 @@ def merged(tensors: Mapping[str, LazyTensor], adapters: Mapping[str, nn.Module])
 def _merge(adapter: Any, *tensors: torch.Tensor) -> torch.Tensor:
     """Return the merged weight in the dtype of the weight, or of lora_A if the weight is in NF4.
 
-    It is computed in float32, or in float64 for a float64 weight.
+    The sum is computed in float32, or in float64 for a float64 weight.
     """
     *base, a, b = tensors
     dtype = a.dtype if is_quantised(adapter) else base[0].dtype

@@ -1,7 +1,8 @@
 """Convert between the names of tensors in a Hugging Face folder and parameter names, with transformers' conversions.
 
-Most names are the same. `transformers.conversion_mapping` has the others: renamed modules and towers, and experts that are
-separate in a folder but one tensor in the model. The conversions run on `LazyTensor`s, without reading values.
+Most names are the same in both. `transformers.conversion_mapping` has the names that differ: renamed modules and towers,
+and experts that are separate tensors in a folder but one tensor in the model. The conversions run on `LazyTensor`s,
+without reading values.
 """
 
 import copy
@@ -39,8 +40,8 @@ def from_hf_names(
         folder_tensors: the tensors by their names in the folder.
 
     Returns:
-        tensors: the tensors by parameter name, which are converted when read; a tied parameter has the name that the folder
-            uses.
+        tensors: the tensors by parameter name; they are converted when they are read. A tied parameter has the name that
+            the folder uses.
         unexpected: names in the folder that the model does not have.
         ignored: the unexpected names that the model's class ignores: layers of multi-token prediction, or a head for another
             task.
@@ -73,7 +74,7 @@ def from_hf_names(
     for name in sorted(folder_tensors, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, names)
         if target not in names and name in names:
-            # A renaming has matched a name that is already right.
+            # A renaming has matched a name that is already a parameter's name.
             target, pattern = rename_source_key(name, [], [], prefix, names)
         if target not in names:
             unexpected.append(name)
@@ -100,8 +101,8 @@ def multi_token_names(
 ) -> list[str]:
     """Return those names in a Hugging Face folder that belong to layers of multi-token prediction.
 
-    The model's class ignores them, and they have a component such as `mtp`; or they belong to layers after the model's last,
-    which the class ignores, or which the config counts in `num_nextn_predict_layers`.
+    These are names that the model's class ignores and that have a component such as `mtp`; and names of layers after the
+    model's last layer, if the class ignores them or the config counts them in `num_nextn_predict_layers`.
 
     Args:
         model: see `from_hf_names`.
@@ -111,7 +112,7 @@ def multi_token_names(
         return []
     config = model.config.get_text_config()
     layers = getattr(config, "num_hidden_layers", 0)
-    # Some configs have it under the first name, which transformers maps to the second one.
+    # Some configs have this number under the first name, which transformers maps to the second name.
     predicted = (
         getattr(config, "num_mtp_layers", None) or getattr(config, "num_nextn_predict_layers", None) or 0
     )
@@ -155,7 +156,7 @@ class OlderFormat(NamedTuple):
     conversion: WeightTransform
 
     models: tuple[str, ...] = ()
-    """The values of `model_type` that the format applies to; (): all models of FLA."""
+    """The values of `model_type` to which the format applies; (): all models of FLA."""
 
 
 class _SplitTokenShift(Chunk):

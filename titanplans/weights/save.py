@@ -1,6 +1,6 @@
 """`save_weights`: save a split model as a Hugging Face folder of safetensors files, config.json and a tokenizer.
 
-The headers of the files are written first, so that each tensor is gathered, written at its offset, and freed.
+The headers of the files are written first. Then each tensor is gathered, written at its offset, and freed.
 """
 
 import copy
@@ -105,7 +105,7 @@ def write_folder(
         ModelError, NotSaved: like `save_weights`, but written files stay.
     """
     plain = build(config)
-    # A tensor may become several in the folder. It is gathered once and cached while they are read.
+    # One tensor may become several tensors in the folder. It is gathered once, and cached while these are read.
     hf_tensors = _to_folder_tensors(plain, lazy_tensors(tensors, lambda name: tensors[name].read()))
     stays_float32 = keeps_float32(plain, dtype)
     dtypes = {
@@ -150,14 +150,14 @@ def write_folder(
             seal(directory / INDEX)
         sync(directory)
 
-    # Reading a tensor is collective, so every rank must read all of them, also rank 0 if it could not write.
+    # Reading a tensor is collective, so every rank must read all tensors, even rank 0 if it could not write.
     on_first_rank(write, directory, then=lambda: deque(values, maxlen=0))
 
 
 def check_names(plain: PreTrainedModel, tensors: Mapping[str, torch.Tensor | LazyTensor]) -> None:
     """Refuse tensors whose names and shapes differ from those of `plain`, a model on meta.
 
-    One of several tied weights is enough.
+    Of several tied weights, one is enough.
 
     Raises:
         ModelError: names the first tensors that differ.
@@ -172,7 +172,8 @@ def check_names(plain: PreTrainedModel, tensors: Mapping[str, torch.Tensor | Laz
 
 
 def _to_folder_tensors(plain: PreTrainedModel, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Return the tensors by their names in a folder, one of several tied ones; refuse another model's, on every rank."""
+    """Return the tensors by their names in a folder, with one tensor for each group of tied tensors; refuse another
+    model's tensors."""
     check_names(plain, tensors)
     unified, copies = unify_tied(tensors, plain.all_tied_weights_keys)
     check_tied_copies(copies, unified, plain.all_tied_weights_keys, f"the {type(plain).__name__} to save")

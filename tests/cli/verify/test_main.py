@@ -114,7 +114,7 @@ ONE_CASE = ("--tp", "2", "--loss-parallel", "--sequence-parallel")
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Return a user's folder that is the current one and is on sys.path, as with `python -m`."""
+    """Make a folder of a user the current folder, put it on sys.path as `python -m` does, and return it."""
     (tmp_path / "qwen3.json").write_text(json.dumps(QWEN3))
     (tmp_path / "opt.json").write_text(json.dumps(OPT))
     (tmp_path / "own_plans_of_test_verify.py").write_text(OWN)
@@ -260,7 +260,7 @@ def test_a_dict_plan_for_a_model_of_unknown_structure(command):
     status, out, err = command("verify", *arguments)
     assert (status, err) == (0, "")
     assert "collectives are not counted: there is no list of blocks" in out
-    # without degree 8, because a width of 12 has no shard for each of 8 ranks
+    # degree 8 is missing, because a width of 12 leaves some of 8 ranks without a shard
     assert out.splitlines()[-1].startswith("proved: 14 cases")
 
 
@@ -314,7 +314,7 @@ def test_progress_is_one_line_in_a_terminal(monkeypatch):
         monkeypatch.setenv("COLUMNS", "20")
         with progress("gla", shown=True) as tell:
             tell("tp = 2, loss parallel on")
-        with progress("gla", shown=False) as tell:  # on another rank than 0
+        with progress("gla", shown=False) as tell:  # as on ranks other than 0
             tell("tp = 4")
         expected = b"\r\x1b[Kgla: tp = 2, loss p\r\x1b[K"
         shown = b""

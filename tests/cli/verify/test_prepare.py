@@ -116,7 +116,7 @@ def test_special_tokens_of_images_and_videos_stay_distinct():
     small = _with_vocabulary(config, size)
     special = (small.image_token_id, small.video_token_id, small.vision_start_token_id)
     assert size == 768
-    assert special == (359, 360, 356)  # as far from the end as in the full vocabulary
+    assert special == (359, 360, 356)  # the distance to the end of the vocabulary is unchanged
 
 
 @pytest.mark.parametrize(

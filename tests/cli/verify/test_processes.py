@@ -47,7 +47,7 @@ def run(folder: Path, *command: str, **environment: str) -> tuple[int, str, str]
         k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "TORCHDYNAMO_DISABLE")
     }
     arguments = ["-m", *command]
-    if command[0] == "titanplans":  # as installed in another folder, which is then the first on sys.path
+    if command[0] == "titanplans":  # an installed script, whose folder is the first on sys.path
         installed = folder / "bin" / "titanplans"
         installed.parent.mkdir(exist_ok=True)
         installed.write_text("from titanplans.cli.main import run\n\nif __name__ == '__main__':\n    run()\n")
@@ -154,7 +154,7 @@ def stopped(folder: Path, arguments: list[str], until: str) -> tuple[int, str, s
 @pytest.mark.thorough
 def test_each_case_prints_a_row_and_a_stopped_proof_reports_its_cases(tmp_path):
     arguments = ["-m", "titanplans", "verify", "llama", "--tp=2", "--layers=1", "--vocab-size=64"]
-    # more than 3, because several rows may be written at once
+    # the file may have more than 3 rows, because several rows may be written at once
     status, out, terminal, written = stopped(tmp_path, arguments, r"unfinished: ([3-9]|1\d) of ")
     assert status == 128 + signal.SIGINT
     assert out.startswith("llama, flavor debug\n")

@@ -20,7 +20,7 @@ from titanplans.kernels.table import FORMULAS
 
 BATCH, TOKENS, HEADS, KEY, SLOTS, STEPS = 2, 7, 2, 4, 5, 2
 VALUES = {"mesa_net": KEY}
-"""The size of values if it is not 6."""
+"""By kernel, the length of a value vector, if it is not 6."""
 OVER_TIME = {
     "comba": {"p": (KEY,), "g": (), "beta": ()},
     "cyfa": {"g": (), "beta": (), "delta": ()},
@@ -235,7 +235,7 @@ def test_a_kernel_equals_its_definition_in_float64_with_every_gradient(mixer, ki
     named = {name: x for name, x in arguments.items() if not gates or name != "g"} | gates
     got, want = kernel(mixer, kind)(**named, **final), by_hand(mixer, **arguments)
     want = (want[0], *(None for _ in want[1:])) if kind == "parallel" else want
-    if mixer == "cyfa":  # its states have no formula here
+    if mixer == "cyfa":  # this file has no formula for its states
         got = (got[0], None)
     assert [x is None for x in got] == [x is None for x in want]
     same(got, want, [x for x in arguments.values() if isinstance(x, torch.Tensor)])
@@ -317,7 +317,7 @@ def test_states_continue_a_sequence(mixer):
 
 @pytest.mark.parametrize("mixer", [m for m in MIXERS if m != "path_attn"])
 def test_states_of_another_count_of_sequences_are_refused(mixer):
-    """FLA's kernels refuse such states, too, for example those of MoM if not all memories are used."""
+    """FLA's kernels refuse such states, too. MoM has such states if not all of its memories are used."""
     arguments, more = inputs(mixer, batch=1), options(mixer) | {"output_final_state": True}
     _, *states = kernel(mixer)(**inputs(mixer, batch=3), **more)
     with pytest.raises(KernelError, match="3 states, but cu_seqlens has 2 sequences"):

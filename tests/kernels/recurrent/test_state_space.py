@@ -39,7 +39,8 @@ def test_the_scan_equals_the_recurrence(length, monkeypatch):
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_the_mixer_equals_that_of_transformers(groups):
-    """FLA's own forward assigns other groups to heads. The prefix continues with one token and its cache."""
+    """transformers is the reference, because FLA's own forward assigns the groups to other heads. The cache then
+    continues."""
     install("cpu")
     from fla.layers.mamba2 import Mamba2
     from fla.models.utils import Cache
@@ -79,8 +80,8 @@ def test_the_mixer_equals_that_of_transformers(groups):
 def mamba3_directly(q, k, v, adt, dt, trap, q_bias, k_bias, angles, d, z, mimo_v, mimo_z, pairs):
     """Return [B, T, H, R, P]: attention with decays, in the quadratic form of mamba_ssm's tests (mamba3_siso_fwd_ref).
 
-    A token writes with its own half step and with that of the next token, but its own output uses only its own. Queries and
-    keys are rotated as complex numbers, whose components are at the indices `pairs`.
+    A token writes with its own half step and with the half step of the next token. Its own output uses only its own half
+    step. Queries and keys are rotated as complex numbers, whose components are at the indices `pairs`.
     """
     tokens, heads = v.shape[1:3]
     q, k = (

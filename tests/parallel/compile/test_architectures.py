@@ -29,8 +29,9 @@ def results(request):
 
 
 def test_losses_and_norms_equal_those_of_eager_mode(results):
-    # float32: inductor sums in another order, one or two epsilons (1.2e-7) a step. AdamW divides by the gradient's size,
-    # which amplifies a gradient that is only rounding. A missing sum would be off by 1e-2.
+    # In float32, inductor's other order of sums causes errors of one or two epsilons (1.2e-7) per step. AdamW divides by
+    # the gradient's size, which amplifies a gradient that consists only of rounding errors. A missing sum would cause an
+    # error of 1e-2.
     for name, result in results.items():
         for actual, expected in zip(result.compiled, result.eager, strict=True):
             assert actual[0] == pytest.approx(expected[0], rel=1e-6), name

@@ -81,7 +81,7 @@ def test_the_collectives_of_compiled_graphs_are_recorded_with_their_bytes(border
     with caplog.at_level(logging.WARNING):
         assert async_tp.check_fused(mesh, "warn") == (0, 0, 4)
     assert "titanplans async-tp names each obstacle" in caplog.text
-    run(border)  # compiled again, after dynamo was reset
+    run(border)  # this compiles again, because dynamo was reset
     assert len(record.graphs) == 4, "all graphs are recorded, none comes from a compile cache"
 
 
@@ -92,7 +92,8 @@ def gated(border, x, gate, up, down):
 
 
 def test_inductor_schedules_products_between_a_scatter_and_its_wait(border):
-    """Checked in inductor's code; without the passes, the wait follows immediately."""
+    """This is checked in the code that inductor generates. Without the passes, the wait follows the collective
+    immediately."""
     between = []
     for install in (lambda: None, async_tp.install_passes):
         torch._dynamo.reset()

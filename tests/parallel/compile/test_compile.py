@@ -166,8 +166,8 @@ def test_which_products_the_compiler_recomputes():
             "budget 0": budget(0.0),
         }.items()
     }
-    # Of six products that a gradient needs (it does not need down_proj's), the partitioner may keep some if its minimal
-    # cut through the graph is no larger; it recomputes gate_proj and up_proj.
+    # The backward needs the results of six products (of all but down_proj). The partitioner may keep some of them if that
+    # does not make its minimal cut through the graph larger; it recomputes gate_proj and up_proj.
     assert again["all kept"] == again["budget 1"] == 0
     assert again["mlp"] == 2
     assert 2 < again["none kept"] <= 6
@@ -227,7 +227,7 @@ def test_the_compiled_step_is_used_in_training(name, first):
         return losses
 
     backend = Counted()
-    # AdamW divides by the gradient's size: if a gradient is only rounding, so is its step.
+    # AdamW divides by the gradient's size: if a gradient is only a rounding error, its step is arbitrary, too.
     assert run(backend) == pytest.approx(run(None), rel=1e-4)
     # SGD's first step has no momentum yet. The learning rate changes at every step without recompilation.
     assert backend.frame_count == (2 if cls is torch.optim.SGD else 1)
@@ -350,8 +350,9 @@ def test_checkpointing_in_a_compiled_block_under_tp(under_tp, name):
     expected, results = under_tp
     losses, frames, runs = results[name]
     assert losses == pytest.approx(expected, rel=1e-5)
-    # The stream begins in a hook of the first block. If blocks are recomputed, so is the hook, and the first block is a
-    # separate graph; otherwise, under FSDP's hooks, the hook is a graph before two equal blocks.
+    # The stream begins in a hook of the first block. If blocks are recomputed, the hook is recomputed with its block, so
+    # the first block is a separate graph. Otherwise, under FSDP's hooks, the hook is a graph of its own, and both blocks
+    # are equal.
     assert frames == 2
     assert runs == (2 if name.startswith("attention") else 1 + 2) * 2
 

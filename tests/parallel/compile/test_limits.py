@@ -1,4 +1,4 @@
-"""Compile without effect is refused, compiling too often is an error, and blocks with FLA's kernels are few graphs."""
+"""Compiling without effect is refused, compiling too often is an error, and a block with FLA's kernels has few graphs."""
 
 import copy
 
@@ -152,5 +152,6 @@ def test_between_two_kernels_is_one_graph_across_modules():
     # attn_norm | projections | recurrence | gated norm | output | mlp_norm | gate and up | swiglu | sum.
     assert counters["stats"]["unique_graphs"] == 5
     # The output projection and the MLP's norm are in different modules, as are gate, up and the border of the MLP.
-    # torch counts the recurrence twice: where it traces into the function, and where it calls it.
+    # torch counts the break at the recurrence twice: once when it traces into the function, once when it calls the
+    # function.
     assert sum(counters["graph_break"].values()) == 6

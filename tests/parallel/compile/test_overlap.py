@@ -1,7 +1,7 @@
 """The passes of async tensor parallelism fuse and reorder the operators of a block's graphs; results stay the same.
 
-Each graph of a block runs before and after all passes on the same values, on a CPU: fused operators by torch's functions for
-any device, collectives as `capture` runs them.
+Each graph of a block runs on a CPU with the same values, before and after all passes. Fused operators are run by torch's
+functions for any device, and collectives in the same way as `capture` runs them.
 """
 
 import copy
@@ -65,7 +65,7 @@ def graphs(name):
     with fake_ranks(2) as mesh, graphs_end_as_on_a_gpu():
         apply_plan(model, mesh, loss_parallel=False)
         async_tp.prepare(model)
-        # More than 64 tokens, up to which FLA's mixers use another kernel.
+        # More than 64 tokens, because FLA's mixers use another kernel for up to 64 tokens.
         inputs = zoo.inputs(name, batch_size=1, seq_len=80)
         capture(
             model,

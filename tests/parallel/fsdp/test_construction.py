@@ -26,7 +26,8 @@ def build():
 
 @pytest.fixture(scope="module")
 def counted():
-    """Return for each world size the groups of this rank, and the operators of the plan alone and of everything."""
+    """Return, for each world size, the groups of this rank, and the operators of `apply_plan` alone and of
+    `parallelize`."""
     by_world = {}
     for world in WORLDS:
         with fake_ranks(world):
@@ -47,7 +48,7 @@ def counted():
 def test_a_rank_joins_as_many_groups_in_every_world(counted):
     groups = {counts[0] for counts in counted.values()}
     assert len(groups) == 1
-    # One for each dimension larger than 1, and one that dimensions of one rank share.
+    # One group for each dimension larger than 1, and one group that all dimensions of size 1 use.
     assert groups == {3}
 
 

@@ -68,7 +68,7 @@ def build(kind="tiny"):
     if kind == "frozen units":
         for module in (model.embed, model.layers[0], model.layers[2]):
             module.requires_grad_(False)
-    # in every block all but two biases, in another dtype, as under a low-rank adapter
+    # in every block all parameters but two biases are frozen and have another dtype, as under a low-rank adapter
     if kind == "frozen parts":
         for layer in model.layers:
             layer.requires_grad_(False).to(torch.float64)
@@ -188,7 +188,7 @@ STEPS = {
 
 
 def in_batches(defer="all", micro=2, kind="tiny", replicate=1, fsdp=4, tp=1, keep_gathered=False, **options):
-    """Run forward and backward over micro batches; return collectives of each, and after which there were gradients."""
+    """Run micro batches; return the collectives of each, and whether there were gradients after each."""
     model, _, tokens, _ = prepare(kind, replicate, fsdp, tp, options)
     counted, early, waits = [], [], []
     for i, micro_batch in enumerate(tokens.chunk(micro)):
@@ -278,7 +278,8 @@ EVALUATIONS = {
 
 
 def chains(**options):
-    """Return for each FSDP module the names of those that it prefetches in forward and backward."""
+    """Return, for each FSDP module, the names of the FSDP modules that it prefetches in the forward and in the
+    backward."""
     model, *_ = prepare(options.pop("kind", "tiny"), 1, 4, 1, options)
     names = {}
     for name, module in model.named_modules():
@@ -448,7 +449,7 @@ def test_reductions_wait_for_the_last_micro_batch(results):
     assert calls["nothing"][0][SCATTER] == calls["nothing"][1][SCATTER] == FSDP_MODULES
     assert [c[GATHER] for c in calls["nothing"]] == [
         2 * FSDP_MODULES - 2
-    ] * 2  # no forward of before is prefetched for
+    ] * 2  # no FSDP module of an earlier forward is prefetched
     assert not {SCATTER, REDUCE} & set(calls["all, hsdp"][0])
     assert calls["all, hsdp"][1][SCATTER] == calls["all, hsdp"][1][REDUCE] == FSDP_MODULES
     assert calls["replicas, hsdp"][0][SCATTER] == calls["replicas, hsdp"][1][SCATTER] == FSDP_MODULES

@@ -1,4 +1,5 @@
-"""FSDP modules of models and of random trees: each parameter is in exactly one, and each of them reduces in one dtype."""
+"""FSDP modules of models and of random trees: each parameter is in exactly one FSDP module, and each FSDP module reduces
+in one dtype."""
 
 from collections import Counter
 
@@ -116,7 +117,10 @@ def test_a_weight_of_two_blocks_is_refused_or_in_one_fsdp_module(model, data):
 
 
 def test_resharding_to_some_ranks_is_refused_with_another_parallelism():
-    with fake_ranks(8, cp=4) as mesh, pytest.raises(ParallelError, match="covers all 8 ranks, here 4"):
+    with (
+        fake_ranks(8, cp=4) as mesh,
+        pytest.raises(ParallelError, match="covers all 8, and here it covers 4"),
+    ):
         shard(Tiny(), mesh["cp"], FSDP2Config(fsdp_reshard_after_forward=2))
 
 

@@ -152,8 +152,8 @@ def test_a_world_of_4096_takes_little_more_time_than_one_of_8():
             return time.perf_counter() - start
 
     small, large = min(seconds(8) for _ in range(3)), min(seconds(4096) for _ in range(3))
-    # Measured: 6 ms and 20 ms (init_device_mesh with the same five axes: 220 ms). The difference is torch's list of
-    # 4096 ranks in each mesh, and a call for each of the 512 TP groups.
+    # Measured: 6 ms and 20 ms; init_device_mesh with the same five axes takes 220 ms, because torch lists all 4096 ranks
+    # in each mesh and makes a call for each of the 512 TP groups.
     assert large < small + 0.2
 
 

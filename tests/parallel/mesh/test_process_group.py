@@ -210,8 +210,8 @@ def test_ctrl_c_in_one_rank_ends_all_ranks():
     assert ended[0]["error"] == "KeyboardInterrupt", err
     assert all(line["local_rank"] == line["rank"] and line["sum"] == 3 for line in lines)
     assert ended[0]["threads"] == AUTO  # not the 1 that torchrun sets
-    # Rank 1 waits for rank 0 in an all-reduce with a timeout of ten minutes. It fails at once, or torchrun, which sees
-    # rank 0 end first, ends it.
+    # Rank 1 waits for rank 0 in an all-reduce with a timeout of ten minutes. Either rank 1 fails at once, or torchrun
+    # notices first that rank 0 has ended, and ends rank 1.
     assert job.returncode != 0
     assert time.monotonic() - start_time < 60
     assert all(line["handler_as_before"] and not line["up"] for line in lines)

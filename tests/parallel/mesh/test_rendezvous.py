@@ -1,4 +1,4 @@
-"""Ranks of one start meet each other, although the store has addresses of an earlier start."""
+"""The ranks of a start find each other, although the store still has the addresses of an earlier start."""
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -32,7 +32,7 @@ def test_a_start_ignores_the_one_before_and_waits_for_all_of_its_ranks():
     with ThreadPoolExecutor(8) as pool:
         for index, size in enumerate((3, 3, 2)):  # in the last start one machine is gone
             (first,) = stores(pool, [0], size)
-            with pytest.raises(TimeoutError):  # the keys of the earlier start do not count
+            with pytest.raises(TimeoutError):  # the addresses of the earlier start are not used
                 first.result(timeout=0.5)
             others = stores(pool, range(1, size), size)
             by_rank = [future.result(timeout=60) for future in (first, *others)]

@@ -1,4 +1,4 @@
-"""Muon updates full matrices: as torch's Muon does, and on four ranks as in one process, for any sharding.
+"""Muon updates full matrices as torch's Muon does, and its updates on four ranks equal one process's, for any sharding.
 
 In float64, gradients of sharded sums differ by rounding. Muon rounds to bfloat16 before it orthogonalises, which removes
 this difference or amplifies it, so weights agree to the last digits or not at all.

@@ -121,7 +121,7 @@ def test_the_first_pattern_that_matches_has_the_parameter():
 
 REFUSED = {
     "(pattern = \"q_prj\"): it matches no parameter": [{"pattern": "q_prj", "lr": 1.0}],
-    "table 2 (pattern = \"q_proj\"): earlier groups have": [
+    "table 2 (pattern = \"q_proj\"): earlier groups already match": [
         {"pattern": "proj", "lr": 1.0}, {"pattern": "q_proj", "lr": 2.0}
     ],
     "momentum = 0.5 does nothing": [{"pattern": "norm", "momentum": 0.5}],

@@ -32,7 +32,7 @@ def test_idle_fraction_with_one_stage_per_rank(schedule, ranks, microbatches):
 @pytest.mark.parametrize("each", [2, 4])
 @pytest.mark.parametrize("schedule", ["LoopedBFS", "Interleaved1F1B"])
 def test_idle_fraction_with_several_stages_per_rank(schedule, each, microbatches):
-    """With fewer micro batches than ranks, each waits until the first one has passed all ranks."""
+    """With fewer micro batches than ranks, a rank waits until the first micro batch has passed all ranks."""
     ranks, work = 4, each * microbatches
     bubble = ranks - 1 if microbatches >= ranks else each * (ranks - microbatches) + microbatches - 1
     assert idle(schedule, ranks, each, microbatches) == pytest.approx(bubble / (work + bubble))

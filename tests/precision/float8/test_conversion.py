@@ -114,8 +114,8 @@ def named_twice():
 
 
 REFUSED = {
-    "named twice": (named_twice, {}, "0.up_proj has two names"),
-    "held twice": (held_twice, {}, "0.up_proj has two names"),
+    "named twice": (named_twice, {}, "0.up_proj is one module under two names"),
+    "held twice": (held_twice, {}, "0.up_proj is one module under two names"),
     "no such part": (two_blocks, {"filter_fqns": ["output"]}, r"'output' is part of no .* up_proj, down"),
     "an empty part": (two_blocks, {"filter_fqns": [""]}, "'' is part of no Linear's name"),
     "nothing left": (two_blocks, {"filter_fqns": ["proj"]}, "no Linear of Sequential remains after the filters"),

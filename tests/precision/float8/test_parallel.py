@@ -19,7 +19,7 @@ STEPS = 2
 
 
 def train(model, manager=None, steps=STEPS):
-    """Train `steps` steps on the same tokens, of which a data-parallel rank gets its sequences; return the losses."""
+    """Train `steps` steps on the same tokens and return the losses. A data-parallel rank gets only its sequences."""
     tokens = torch.randint(0, 128, (4, 17), generator=torch.Generator().manual_seed(0))
     rank, size = 0, 1
     if manager is not None:
@@ -44,7 +44,7 @@ def train(model, manager=None, steps=STEPS):
 
 
 ALIGNED = dict(intermediate_size=64, vocab_size=128)
-"""Config fields with which sizes are multiples of 16 on each of four ranks."""
+"""Config fields that make all local sizes on four ranks multiples of 16."""
 WAYS = {
     "dp": (Degrees(), {}),
     "dp, gathered in float8": (Degrees(), {"enable_fsdp_float8_all_gather": True}),
@@ -180,8 +180,8 @@ def _accumulated(config, options):
 def _saved(config):
     """Save and load a model whose weights are gathered in float8.
 
-    Return the types in its state dict, and the losses of further training: of this model, of the loaded one, and of one that
-    is loaded without float8 gathers.
+    Return the types in its state dict, and the losses of further training of three models: this one, the loaded model, and a
+    model that is loaded without float8 gathers.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -263,7 +263,7 @@ def test_compile_does_not_change_the_losses():
 
 
 def test_evaluation_is_the_same_however_weights_are_gathered(results):
-    """After each step the scales are those of the new weights, also if these are gathered outside of a forward."""
+    """After each step the scales are computed from the new weights, even if these are gathered outside of a forward."""
     evaluated = results["evaluated"]
     for name in ("dp, gathered in float8", "dp, gathered in float8, scales together"):
         assert evaluated[name] == evaluated["dp"]

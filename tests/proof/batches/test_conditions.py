@@ -83,7 +83,7 @@ def test_context_parallel_ranks_divide_the_length_except_in_evaluations(shards):
 
 
 def test_the_first_training_holds_each_condition():
-    """A quick proof has only this training."""
+    """A quick proof has only the first training, so this training has to cover each condition."""
     batches = [batch for step in TRAINED[0].steps for batch in step]
     for field in fields(MicroBatch):
         of_first = {getattr(batch, field.name) for batch in batches}
@@ -148,7 +148,7 @@ def test_options_of_tensor_parallelism_are_proved_with_cp_only_if_tp_splits_weig
 
 def test_a_plan_that_is_wrong_without_sequence_parallelism_is_rejected_over_tp_and_cp():
     class Plan(TinyPlan):
-        def layer_plan(self, layer):  # the gradient of a norm is summed in either case
+        def layer_plan(self, layer):  # the gradient of a norm is summed for both kinds of stream
             norm = faults.on_stream(self.replicated_on_stream(), StreamLayout(1))
             return super().layer_plan(layer) | {"mlp_norm": norm}
 
@@ -231,7 +231,7 @@ def without_line_numbers(reasons):
 
 
 def test_conditions_that_a_model_refuses_are_left_out_and_reported():
-    """As in PaTH attention, which takes padding and a cache only in evaluation, and a cache only with a mask."""
+    """A mixer like PaTH attention, which accepts padding and a cache only in evaluation, and a cache only with a mask."""
 
     class Careful(Tiny):
         def forward(self, input_ids, attention_mask=None, past_key_values=None, use_cache=False):
@@ -295,7 +295,7 @@ def test_a_cache_is_recognised_by_one_of_three_names(name, make):
 
 
 def test_a_cache_that_needs_a_mask_is_filled_with_one():
-    """As in the forgetting transformer, and in PaTH attention, which takes padding only in evaluation."""
+    """A mixer like the forgetting transformer, or like PaTH attention, which accepts padding only in evaluation."""
 
     class Masked(Tiny):
         def forward(self, input_ids, attention_mask=None, past_key_values=None, use_cache=False):
@@ -328,7 +328,7 @@ def test_a_cache_that_needs_a_mask_is_filled_with_one():
     "raised", [KernelError("no layout"), ValueError("a value"), RuntimeError("a driver")]
 )
 def test_an_error_of_a_stand_in_is_not_a_refusal_by_the_model(raised):
-    """A stand-in that fails under padding ends the proof, as does any error that is not a refusal by the model."""
+    """If a stand-in fails under padding, the proof ends; any error that is not a refusal by the model ends the proof."""
     install = ModuleType("titanplans.kernels.of_a_test")
     exec("def attend(error):\n    raise error", vars(install))
 

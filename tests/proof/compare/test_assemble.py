@@ -1,4 +1,4 @@
-"""Local tensors are assembled to the full one in the way that fits best."""
+"""Local tensors are assembled to the full tensor. Of the possible ways, the one with the smallest error is used."""
 
 import torch
 
@@ -49,6 +49,6 @@ def test_local_tensors_over_cp_and_tp_are_assembled():
 
 
 def _sections(x):
-    """Return the packed shards of two ranks: each has its half of both sections, of 8 and of 4."""
+    """Return the packed shards of two ranks: each has half of a section of 8 rows, and half of a section of 4 rows."""
     first, second = (section.chunk(2, -1) for section in x.split([8, 4], -1))
     return [torch.cat(halves, -1) for halves in zip(first, second, strict=True)]

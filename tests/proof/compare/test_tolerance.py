@@ -74,7 +74,7 @@ def test_a_quantisation_step_crossed_by_rounding_is_tolerated():
     for seed in range(400):
         report = verify_sharded(quantised, TinyPlan, dtype=torch.float32, seed=seed)
         assert report.passed, report.table()
-        if any("3 perturbed runs told too little" in message for message in report.uncovered):
+        if any("the usual 3 runs were not enough" in message for message in report.uncovered):
             break
     else:
         raise AssertionError("no seed moves a number over an edge")
@@ -99,7 +99,7 @@ def test_a_perturbation_is_one_rounding_of_weights(dtype, fraction):
     for name, param in model.named_parameters():
         relative = ((param - before[name]) / before[name]).abs() / eps
         moved.append(relative[relative > 0])
-        # w (1 + eps) is rounded to a multiple of w's own spacing, between eps/2 and eps of it.
+        # w (1 + eps) is rounded to a multiple of the spacing at w, which is between eps/2 and eps times w.
         assert (moved[-1] > 0.4).all()
         assert (moved[-1] < 2.1).all()
     assert sum(map(len, moved)) / sum(p.numel() for p in model.parameters()) == pytest.approx(
@@ -108,7 +108,7 @@ def test_a_perturbation_is_one_rounding_of_weights(dtype, fraction):
 
 
 def test_the_unit_follows_the_condition_of_a_quantity():
-    """The loss of logits 10^6 times as large reacts that much more to a rounding, and so must the unit."""
+    """If logits are 10^6 times as large, a rounding changes the loss 10^6 times as much, so the unit has to grow, too."""
 
     def unit(scale):
         model = Tiny().double()
@@ -136,7 +136,7 @@ def test_a_gradient_that_is_only_rounding_has_its_own_unit():
     noise, neighbour = (reference.expected[key].abs().max() for key in (bias, weight))
     assert noise < 1e-15 < neighbour
     assert reference.units[bias] > 0.1 * noise
-    # A gradient as large as that of the module next to it is still far outside.
+    # If a gradient is replaced by one of the size of the neighbouring module's gradient, the error is still far outside.
     assert reference.tolerance.allowed(2) * reference.units[bias] < 1e-8 * neighbour
 
 
@@ -148,7 +148,8 @@ def test_depth_counts_the_sums_of_a_model():
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_the_effect_of_rounded_gradients_on_weights_is_tolerated(steps):
-    """AdamW divides a gradient by its own size: near zero, a rounding of it is a large part of the step."""
+    """AdamW divides a gradient by its own size. If a gradient is near zero, its rounding is a large fraction of the
+    step."""
     torch.manual_seed(0)
     weight = torch.zeros(1000, dtype=torch.float64)
     sizes = 10.0 ** torch.linspace(-12, 0, 1000, dtype=torch.float64)
@@ -186,7 +187,7 @@ def test_in_16_bits_only_losses_and_norms_are_compared():
 
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16, 64])
 def test_a_tolerance_is_smaller_than_the_contribution_of_one_rank(ranks):
-    """For the largest unit that is accepted, searched in steps of 1%."""
+    """This is tested for the largest unit that is accepted, which is searched in steps of 1%."""
     tolerance = Tolerance(Tiny(), torch.zeros(2, 8, 32), 1)
     unit = 1.0
     while tolerance.hides(unit, size=1.0, ranks=ranks):
@@ -195,7 +196,8 @@ def test_a_tolerance_is_smaller_than_the_contribution_of_one_rank(ranks):
 
 
 def test_in_16_bits_a_unit_is_the_largest_of_its_kind_so_far():
-    """The unit of the first step is too small for later ones, which start from weights that the first step changed."""
+    """The unit of the first step is too small for later steps, because these start from weights that differ by
+    rounding."""
     (first, *_) = trainings(MicroBatch(), 128)
     model = zoo.build("gla").train()
     randomise(model, 0)

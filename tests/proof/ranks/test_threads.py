@@ -83,7 +83,7 @@ def test_the_global_rank_is_not_the_rank_in_the_mesh():
             return mesh.get_local_rank() * dist.get_world_size() // (2 * mesh.size())
 
     class OnTheFirst(ByTheFirst):
-        """Correct only in the second replica."""
+        """A plan that is correct only in the second replica."""
 
         adds = True
 
@@ -91,7 +91,7 @@ def test_the_global_rank_is_not_the_rank_in_the_mesh():
             return mesh.get_local_rank() == (0 if dist.get_rank() else 1)
 
     class Telling(ByTheFirst):
-        """As code does that logs on global rank 0 only."""
+        """Correct, although it asks for the global rank, as code does that logs only on global rank 0."""
 
         def rank(self, mesh):
             return mesh.get_local_rank() if dist.get_rank() else 0
@@ -113,7 +113,7 @@ def test_the_global_rank_is_not_the_rank_in_the_mesh():
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_the_default_group_is_not_the_group_of_the_mesh(direction):
     def averaged(tensor):
-        """Correct if the two ranks of the default group were the mesh."""
+        """Divide by the number of ranks of the default group, which is correct only if that group is the mesh."""
         ranks = torch.ones(())
         dist.all_reduce(ranks)
         return tensor * (2 / ranks)
@@ -144,7 +144,7 @@ def test_groups_of_other_ranks_than_the_mesh():
 
         return work
 
-    threads.run(4, CPU, on([5, 7]))  # while ranks 0 and 2 do nothing
+    threads.run(4, CPU, on([5, 7]))  # the other ranks do nothing meanwhile
     with pytest.raises(RuntimeError, match=r"group of ranks 1, 5, .*other data-parallel"):
         threads.run(4, CPU, on([1, 5]))
 
@@ -169,7 +169,8 @@ def test_groups_of_other_ranks_than_the_mesh():
         threads.run(4, CPU, unequal)
 
     def stages(world):
-        """Groups run different numbers of collectives, then all ranks one; at last a rank waits for one that has ended."""
+        """Two groups run different numbers of collectives, then all ranks run one. At last a rank waits for an ended
+        rank."""
         rank, group = world.mesh.get_local_rank(), world.mesh_of(2)["tp"].get_group()
         tensor = torch.ones(2)
         for _ in range(1 + 2 * (rank // 2)):
@@ -208,7 +209,7 @@ def test_groups_of_other_ranks_than_the_mesh():
 
 
 def test_a_gradient_that_one_rank_lacks():
-    """The other ranks wait for it in the sum: the proof rejects the plan, and no rank hangs."""
+    """In the sum of gradients, a rank waits for a rank that has no gradient. The plan is rejected, and no rank hangs."""
 
     def leave(border, module, output):
         return border.leave(add_deferred_bias(module, output) if border.rank == 0 else output)
@@ -221,7 +222,7 @@ def test_a_gradient_that_one_rank_lacks():
 
 def test_further_losses_are_compared_where_they_leave_the_model():
     def halved(logits, labels, tokens):
-        """Wrong over shards of the vocabulary only."""
+        """A loss that is wrong only if the vocabulary is sharded."""
         return cross_entropy(logits, labels, tokens) / (2 if isinstance(logits, DTensor) else 1)
 
     losses = {"ours": cross_entropy, "halved": halved}
@@ -301,7 +302,7 @@ def test_a_rank_that_returns_early_makes_the_others_raise():
 
 
 def test_an_interrupt_ends_every_rank():
-    """Both an interrupt of the main thread, which waits for the ranks, and one of a rank."""
+    """An interrupt ends the ranks, whether it reaches the main thread, which waits for the ranks, or a rank."""
     begun = threading.Event()
 
     def forever(world):
@@ -329,7 +330,8 @@ def test_an_interrupt_ends_every_rank():
 
 
 def test_the_state_of_the_callers_process_is_restored(monkeypatch):
-    """No thread waits for ranks without a thread, as torch does with this setting."""
+    """With this setting torch waits for all ranks of the default group, of which some have no thread here; it is
+    ignored."""
     monkeypatch.setenv("TORCH_DIST_INIT_BARRIER", "1")
     before = torch.get_num_threads(), torch.is_grad_enabled(), torch.random.get_rng_state()
     with torch.no_grad():

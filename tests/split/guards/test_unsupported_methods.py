@@ -72,7 +72,7 @@ def loading(rank):
 
 
 def other_batches(model, rank):
-    """Batches that differ: correct between data-parallel ranks, an error between ranks that split a model."""
+    """Different batches are correct on data-parallel ranks, and an error on ranks over which a model is split."""
     mesh = model.lm_head._parameters["weight"].device_mesh
     tp = mesh.get_local_rank("tp")
     try:

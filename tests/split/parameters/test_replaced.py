@@ -30,8 +30,8 @@ def backward(
 
 
 def after_the_split(tied):
-    """Return two lists of errors: of optimizers built before `apply_plan`; of one built after it and one copied before
-    it."""
+    """Return errors of optimizers built before `apply_plan`, and errors of one built after it and of a copy of an early
+    one."""
     model = Tiny(tied)
     params = list(model.parameters())
     matrices = [param for param in params if param.ndim == 2]

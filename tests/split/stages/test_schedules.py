@@ -22,7 +22,7 @@ from titanplans.split.stages.schedules import (
 from titanplans.torch_private.pipelining import rank_orders
 
 SIZES = list(itertools.product(SCHEDULES, (1, 2, 4), (1, 2, 3), (1, 2, 3, 4, 7, 8, 9)))
-"""Schedule, ranks, stages per rank, micro batches."""
+"""By case: the schedule, the ranks, the stages per rank, and the micro batches."""
 
 
 def allowed(schedule, ranks, each, microbatches):
@@ -74,7 +74,7 @@ def test_each_computation_occurs_once_and_after_its_inputs():
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_orders_that_torch_refuses_are_refused(schedule):
-    """One more is refused: a looped schedule with one stage per rank, which torch accepts (it is then 1F1B or GPipe)."""
+    """titanplans also refuses a looped schedule with one stage per rank. torch accepts it, and runs 1F1B or GPipe."""
     for _, ranks, each, microbatches in (size for size in SIZES if size[0] == schedule):
         if schedule in ("GPipe", "1F1B") and each > 1:
             continue  # torch is given one stage

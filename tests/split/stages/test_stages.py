@@ -20,7 +20,7 @@ OWN = {
     "nsa": dict(num_hidden_layers=2),  # its tiny config has one block
 }
 READS_VALUES = ("moba", "mom", "cat")
-"""Their code reads Python numbers from tensors, which tensors on meta do not have."""
+"""Families whose code converts tensors to Python numbers, which is impossible on meta."""
 NAMES = [name for name in (*zoo.ARCHITECTURES, *zoo.FAMILIES) if name != "tiny"]
 
 

@@ -193,7 +193,7 @@ def test_without_a_permission_casts_scales_and_views_work():
 
 
 def test_a_tensor_is_not_added_in_place_to_a_partial_sum():
-    """Otherwise the sum would have only this rank's tokens of the added tensor."""
+    """The code is refused, because the sum would contain only this rank's tokens of the added tensor."""
     doubled, x = (
         sharded_sequence(local_part(WHOLE), LastOfTwoRanks(WHOLE), GRANTED, partial=True) for _ in range(2)
     )

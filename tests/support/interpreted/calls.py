@@ -41,7 +41,8 @@ class Call(NamedTuple):
 
     @property
     def key(self) -> str:
-        """A key of shapes, dtypes, document lengths and options. Of calls with equal keys, one is compared."""
+        """A key of shapes, dtypes, document lengths and options. If calls have equal keys, only one of them is
+        compared."""
         return f"{self.place} {tree_map(_signature, (self.args, self.kwargs))}"
 
 
@@ -55,7 +56,7 @@ class Difference(NamedTuple):
     kernel: float
     """The difference between the kernel and the stand-in in float64."""
     stand_in: float
-    """The difference between the stand-in and the stand-in in float64."""
+    """The difference between the stand-in in the call's dtype and in float64."""
 
     def is_wrong(self, tolerance: float = TOLERANCE) -> bool:
         """Whether rounding in float32 does not explain the difference."""
@@ -66,7 +67,7 @@ class Difference(NamedTuple):
 
 
 KERNELS: dict[str, tuple[Compute, Compute]] = {}
-"""Stand-in and kernel, by the key in `REFERENCES`."""
+"""The stand-in and the kernel, by the kernel's key in `REFERENCES`."""
 _calls: list[Call] | None = None
 """The list to which calls are appended; None: calls are not recorded."""
 _depth = 0
@@ -106,7 +107,8 @@ def start() -> None:
 
 
 def siblings(call: Call) -> Iterator[Call]:
-    """Yield the same call for the other kernels of a recurrence, e.g. for `fused_recurrent_kda` if it is of `chunk_kda`."""
+    """Yield the same call for other kernels of the same recurrence, e.g. `fused_recurrent_kda` for a call of
+    `chunk_kda`."""
     folder = call.place.removeprefix("fla.ops.").partition(".")[0]
     places = [f"fla.ops.{folder}.{kind}:{kind}_{folder}" for kind in FORMULAS.get(folder, ())[1:]]
     for place in places if call.place in places else ():
@@ -141,7 +143,7 @@ def real() -> Iterator[None]:
     use_interpreter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        # Fills new tensors with NaN, so that an element that the kernel does not write shows.
+        # New tensors are filled with NaN, so that elements that the kernel does not write are noticed.
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:
             yield
@@ -152,7 +154,7 @@ def real() -> Iterator[None]:
 
 @contextmanager
 def widened() -> Iterator[None]:
-    """Let kernels in the body keep intermediate values in float32 that they otherwise round to 16 bits."""
+    """Let kernels in the body keep intermediate values in float32. Without this, they round them to 16 bits."""
     interpreted.widen()
     try:
         yield
@@ -183,7 +185,7 @@ def compare(call: Call, *, states: bool = True) -> list[Difference]:
 def differences(
     kernel: dict[str, torch.Tensor], stand_in: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]
 ) -> list[Difference]:
-    """Return for each tensor of the kernel how it and the other two tensors of the same name differ."""
+    """Return, for each tensor of the kernel, its differences from the tensors of the two stand-ins with the same name."""
     return [
         Difference(
             name,
@@ -261,5 +263,5 @@ def _signature(x: Any) -> Any:
 def _copy_of(x: Any) -> Any:
     if not isinstance(x, torch.Tensor):
         return x
-    # Gradients are disabled inside an autograd.Function, so a copy made there does not require them.
+    # Inside an autograd.Function gradients are disabled, so a copy that is made there does not require a gradient.
     return x.detach().clone().requires_grad_(x.requires_grad and torch.is_grad_enabled())

@@ -8,7 +8,8 @@ class Deviation(NamedTuple):
 
     why: str
     states: tuple[str, ...] = ()
-    """Name prefixes of the tensors that are wrong in calls with states, even if the loss includes only the first output."""
+    """Prefixes of names of tensors. They are wrong in calls with states, even if the loss includes only the first
+    output."""
 
 
 _SOLVER = Deviation(

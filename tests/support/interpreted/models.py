@@ -20,8 +20,8 @@ NO_CACHE = {
     "deltaformer": "FLA's layer refuses a cache",
     "stickbreaking_attn": "FLA's layer refuses a cache",
     "nsa": "FLA's kernel accesses queries out of bounds if they are fewer than the keys",
-    "log_linear_mamba2": "kernel and stand-in keep their states in other forms",
-    "path_attn": "FLA's kernel takes a cache in inference mode alone",
+    "log_linear_mamba2": "kernel and stand-in store their states in different formats",
+    "path_attn": "FLA's kernel accepts a cache only in inference mode",
 }
 """Families that have no cache, or whose kernel and stand-in can't use each other's cache."""
 ONE_AT_A_TIME = ("forgetting_transformer", "mom", "yoco")

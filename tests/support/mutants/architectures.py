@@ -1,6 +1,6 @@
 """The registered plans, and models of the zoo in odd sizes with every config option that changes a style of the plan.
 
-    registered     model here     what its plan has that the plans above do not
+    registered     model here     new in its plan, compared with the plans above
     transformer    itself         biases, q/k norms, residual mixing
     gla            itself         a mixer with short convolutions and an output gate
     llama          itself         biases in every projection
@@ -10,9 +10,9 @@
     gemma3_text    itself         four norms, windows, soft caps, tied and scaled embedding
     gemma3         itself         vision tower, projector, images
 
-If two plans agree at a key, mutants are made only for the first (tests/support/mutants/corpus.py). All models except the
-last have two blocks with a hidden size of 32, four heads and two key/value heads; at tp 4, two ranks share a key/value
-head. Neither 2 nor 4 divides the vocabulary size of 51 or the MLP width of 47.
+If two plans have the same style at a key, mutants are made only for the first plan (tests/support/mutants/corpus.py). All
+models except the last have two blocks with a hidden size of 32, four heads and two key/value heads; at tp 4, two ranks
+share a key/value head. Neither 2 nor 4 divides the vocabulary size of 51 or the MLP width of 47.
 """
 
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Styles that reproduce bugs of other libraries' releases, if the faults in mutants/faults.py do not include them."""
+"""Styles that reproduce bugs of released libraries. Bugs that mutants/faults.py covers are not repeated here."""
 
 from typing import Any
 

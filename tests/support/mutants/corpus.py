@@ -1,4 +1,4 @@
-"""The corpus of mutants: every operator applied at every key of every plan, but only once if plans agree at the key.
+"""The corpus of mutants: every operator applied at every key of every plan, without repetitions if plans agree at a key.
 
 Two plans agree at a key if they give the same style to the same module of models of the same library (`Site.likeness`), and
 the later plan's module has no parameter that the earlier plan's module lacks. For example, llama's projections with biases
@@ -55,7 +55,7 @@ class Mutant:
     def effect(self) -> object:
         """Return a value that is equal for mutants that compute the same.
 
-        These have styles without hooks, and the same layouts at the same key.
+        Mutants compute the same if their styles have no hooks, and give the same layouts to the same key.
         """
         style = self.change
         if not isinstance(style, Style) or type(style).by_weights is not Style.by_weights:
@@ -67,7 +67,7 @@ class Mutant:
 
 @cache
 def corpus() -> dict[Architecture, list[Mutant]]:
-    """Return for each architecture the mutants that no earlier architecture has."""
+    """Return, for each architecture, the mutants that no earlier architecture has."""
     parameters_of_earlier: dict[tuple, list[set[str]]] = {}
     by_architecture = {}
     for architecture in ARCHITECTURES:
@@ -85,7 +85,7 @@ def corpus() -> dict[Architecture, list[Mutant]]:
 def mutants(architecture: Architecture) -> Iterator[Mutant]:
     """Yield all mutants of one plan, with and without sequence parallelism where that makes a difference.
 
-    The mutants are for tp 2. Those of key/value heads are yielded again for tp 4, where ranks share these heads.
+    The mutants are for tp 2. Mutants of key/value heads are yielded again for tp 4, where two ranks share a head.
     """
     model = architecture.reference().pristine
     for degree in (2, 4):

@@ -1,6 +1,7 @@
 """Styles with one fault each, made from a correct style.
 
-The class of each is a subclass of the correct style's class, made at run time, so that the plan's checks accept it.
+Each fault is a subclass of the correct style's class, made at run time. So the plan's checks, which look at the class of a
+style, accept it.
 """
 
 import copy
@@ -164,7 +165,7 @@ def _at_border(style: Style, kind: type[Border]) -> Style:
 
 
 def bias_on_every_rank(style: Rowwise) -> Style:
-    """Add the bias to each rank's product, so that the sum has it once for each rank."""
+    """Add the bias to each rank's product, so that the sum over ranks contains the bias once for each rank."""
 
     def layout(self: Rowwise, name: str, param: nn.Parameter, over: SplitOver) -> Layout | None:
         original = Rowwise.layout(self, name, param, over)
@@ -193,7 +194,7 @@ def shifted(style: Style, rows: int) -> Style:
 
 
 def other_head(style: Style) -> Style:
-    """Let ranks that share a key/value head use another head than theirs."""
+    """Let ranks that share a key/value head use another head than the one that belongs to them."""
 
     def install(original: Install, module: nn.Module, border: Border) -> None:
         original(module, border)

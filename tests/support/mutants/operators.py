@@ -62,7 +62,7 @@ def on_other_stream(site: Site) -> Change:
 
 
 def gradient_of_other_stream(site: Site) -> Change:
-    """Do as `on_other_stream` does for a style of which the stream decides only the gradient's layout."""
+    """Do the same as `on_other_stream` for styles for which the stream decides only the layout of the gradient."""
     depends_on_stream = isinstance(site.style, ReplicatedOnStream)
     return faults.on_stream(site.style, site.other_stream) if depends_on_stream else SKIP
 
@@ -82,7 +82,7 @@ def reduce_elsewhere(site: Site) -> Change:
 
 
 def other_input_name(site: Site) -> Change:
-    """Name another keyword than the module is called with."""
+    """Give the style the name of a keyword argument with which the module is not called."""
     return faults.with_option(site.style, input_name="inputs") if isinstance(site.style, Region) else SKIP
 
 
@@ -154,7 +154,7 @@ def as_before_stream(site: Site) -> Change:
 
 
 def other_loss(site: Site) -> Change:
-    """Gather the logits if the loss takes shards, and the reverse."""
+    """Gather the logits if the loss expects sharded logits, and the reverse."""
     if isinstance(site.style, VocabHead):
         return faults.with_option(site.style, loss_parallel=not site.style.loss_parallel)
     return SKIP

@@ -6,12 +6,12 @@ The operator decides at which of four groups of modules a fault in a style shows
   module may be named. (If it never runs because a fused module uses its weight, the fault shows at the fused module.)
 - `BEFORE`: a wrong gradient of a module's input shows at the output of the module that finished last before this module.
 - `STREAM`: if the residual stream has another layout than the rest of the plan assumes, token-wise functions are still
-  right. The fault shows where the two layouts meet: at the next region, or where the block adds the residual. Allowed are
-  the modules up to the end of the block (of the first block, for modules before it), the modules around the faulty one, and
-  the next one.
-- all others: another kind of style makes outputs that are wrong only for the modules that use them. Allowed are the faulty
-  module, the modules inside it, the one around it, the next to finish, and the modules of the same mixer or MLP. Attention
-  itself is code without a module, so a head too many in k shows at o.
+  right. The fault shows where the two layouts meet: at the next region, or where the block adds the residual. The verdict
+  may name the modules up to the end of the block (for modules before the first block: to the end of the first block), the
+  modules around the faulty module, and the next module.
+- all other operators: the module's output has another layout, which shows only at the modules that use the output. The
+  verdict may name the faulty module, the modules inside it, the module around it, the module that finishes next, and the
+  modules of the same mixer or MLP. Attention itself has no module: if k has too many heads, this shows at o.
 """
 
 import re
@@ -51,7 +51,8 @@ _RUNS = re.compile(r"in (?:the backward of )?(\S+)(?: after (\S+))?")
 
 
 def is_right(verdict: Verdict) -> bool:
-    """Return whether the refusal names the key or its region, or whether the failing case names an allowed module."""
+    """Return whether the verdict names the right place: a refusal the key or its region, a failing case an allowed
+    module."""
     mutant = verdict.mutant
     reference = mutant.architecture.reference()
     if verdict.refusal is None:

@@ -40,7 +40,7 @@ class Verdict:
 def verdicts(mutants: Sequence[Mutant]) -> Iterator[Verdict]:
     """Prove the mutants of one architecture.
 
-    Mutants with the same degree share one world; of mutants with the same effect, only one is proved.
+    Mutants with the same degree run in one world. If several mutants have the same effect, only one is proved.
     """
     by_effect: dict[object, list[Mutant]] = {}
     for mutant in mutants:

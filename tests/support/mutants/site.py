@@ -77,7 +77,8 @@ class Site:
 
     @property
     def likeness(self) -> tuple:
-        """A value that is equal if two plans agree: library, position in the model, the style and its settings."""
+        """A value that is equal for sites at which two plans agree: library, position in the model, the style and its
+        settings."""
         decoder = find_decoder(self.model)
         block = next((name for name in decoder.names if self.key.startswith(f"{name}.")), None)
         mixer = next((m for n, m in decoder.mixers.items() if f"{self.key}.".startswith(f"{n}.")), None)

@@ -16,11 +16,11 @@ HEAD = """# Architectures
 
 `titanplans list --long` prints these, without the last column.
 
-*Lines*: of the plan's class. *Split by*: the heads over which a mixer is split, and its packed projections, norms over a
-split width, sums inside the region and local attributes. All else is replicated; MLPs and vocabularies are always split.
-*Largest degree*: of each named size, among powers of two up to 64. *Proved variants*: of the config, in `tests/zoo.py`, each
-at tp 2 and 4, with and without sequence and loss parallelism: loss, gradients and weights after a step equal those of the
-unsplit model, in float64.
+*Lines* is the number of lines of the plan's class. *Split by* lists the heads over which a mixer is split, its packed
+projections, its norms over a split width, the sums inside the region and local attributes. MLPs and vocabularies are always
+split; all other modules are replicated. *Largest degree* is the largest tensor-parallel degree of each named size, among
+powers of two up to 64. *Proved variants* are variants of the config in `tests/zoo.py`. Each is proved at tp 2 and 4, with
+and without sequence and loss parallelism: after a step, loss, gradients and weights equal the unsplit model's, in float64.
 
 | architecture | plan | lines | mixer | split by | largest degree | proved variants |
 |---|---|---|---|---|---|---|
@@ -54,7 +54,7 @@ def rows() -> Iterator[tuple[str, ...]]:
 
 @cache
 def variants(name: str) -> str:
-    """Return an architecture's proved options: for each variant, the config fields that differ between the variants."""
+    """Return the variants of an architecture that are proved, each with the config fields that differ between variants."""
     if name in zoo.ARCHITECTURES:
         return ", ".join(f"{k} = {v}" for k, v in zoo.ARCHITECTURES[name].options.items()) or "plain"
     all_fields = zoo.FAMILIES.get(name) or (zoo.FURTHER[name],)

@@ -34,7 +34,8 @@ def line(name):
 
 
 def row(name, decision):
-    """Return the row of a decision: hidden and total collectives, what overlaps with them, and why others are not hidden."""
+    """Return the row of a decision: how many collectives are hidden of how many, by what, and why others are not
+    hidden."""
     verdicts = [verdict for blocks in decision.blocks for verdict in blocks.collectives]
     counts = []
     for backward in (False, True):

@@ -1,10 +1,10 @@
-"""Every combination of the options that affect each other: which are refused, which run, and the page that lists both.
+"""Every combination of the options that affect each other. Some combinations are refused; the page lists them.
 
     python -m tests.support.pages.combinations            # runs all that are not refused; takes half an hour on 2 cores
     python -m tests.support.pages.combinations --page     # writes docs/generated/combinations.md
 
-A combination runs one step of a tiny model over real process groups. Its loss, gradient norm and gradients are compared with
-those of one process.
+A combination runs one step of a tiny model over real process groups. Its loss, gradient norm and gradients are compared
+with the results of one process.
 """
 
 import argparse
@@ -252,7 +252,7 @@ def run_one(combination):
     """Run the combination on this rank; return the worst error of a gradient, and the number of compiled graphs.
 
     Raises:
-        AssertionError: the loss, the norm or a gradient differs from that of one process.
+        AssertionError: the loss, the norm or a gradient differs from the result of one process.
     """
     from torch._dynamo.utils import counters
 
@@ -337,7 +337,7 @@ def run_on_ranks(combinations, progress=False):
 
 
 def page(verdicts):
-    """Return docs/generated/combinations.md for `verdicts`, which has for each combination None or why it is refused."""
+    """Return the page. `verdicts` has the reason for each refused combination, and None for all others."""
     reasons = list(dict.fromkeys(filter(None, verdicts.values())))
     blocks = [HEAD.format(
         all=len(ALL), ran=sum(v is None for v in verdicts.values()), refused=sum(v is not None for v in verdicts.values())
@@ -373,16 +373,17 @@ Tensor, sequence, loss, context, expert and pipeline parallelism, activation che
 offload: every combination gives the loss, the gradient norm and each gradient of one process, or is refused by name before
 any weight moves. This page is written by `tests/support/pages/combinations.py`.
 
-Of {all} combinations {refused} are refused, and {ran} are not. ✓ n: n combinations of this cell are not refused. A cell
-varies CPU offload (on or off); with tensor parallelism, also sequence parallelism (on or off) and the logits (sharded or
-gathered); in a pipeline, also the schedule (1F1B or ZBVZeroBubble). Numbers in parentheses refer to the reasons for refusal
-below.
+Of {all} combinations {refused} are refused, and {ran} are not. "✓ n" means that n combinations of this cell are not refused.
+The combinations of a cell differ in CPU offload (on or off). With tensor parallelism, they also differ in sequence
+parallelism (on or off) and in the logits (sharded or gathered); in a pipeline, also in the schedule (1F1B or ZBVZeroBubble).
+Numbers in parentheses refer to the reasons for refusal below.
 
-Each combination that is not refused was run for one step on 2 to 16 gloo ranks, with one exception: of the compiled ones
-that need 8 or 16 ranks, only one was run for each recomputation policy and kind of model. The model has two blocks, or four
-if it is split into stages. It runs in float32, compiled by aot_eager. Loss is within 1e-6 of one process, norm within 1e-5,
-each gradient within 1e-4 of its largest element; a missing or repeated reduction would give a relative error of about 1.
-`make test-all` runs a selection with every pair of options that 8 ranks can have, and checks that this page is up to date.
+Each combination that is not refused was run for one step on 2 to 16 gloo ranks, with one exception: of the compiled
+combinations that need 8 or 16 ranks, only one was run for each recomputation policy and kind of model. The model has two
+blocks, or four if it is split into stages. It runs in float32, compiled by aot_eager. Compared with one process, the
+relative error of the loss is at most 1e-6, of the norm 1e-5, and of each gradient 1e-4 of its largest element. A missing
+or repeated reduction would give an error of about 1. `make test-all` runs a selection with every pair of options that 8
+ranks can have, and checks that this page is up to date.
 """
 
 

@@ -23,9 +23,11 @@ BATCH, LENGTH, STEPS = 2, 16, 3
 OTHER_LENGTHS = (24, 30)
 """Sequence lengths that run after `LENGTH`. GLA pads both to chunks of 32."""
 DIFFERENT = ("transformer", "gla", "gemma3")
-"""Blocks of all others are the same without some norm, bias or mask. test_combinations.py compiles Qwen3's blocks."""
+"""The blocks of all other architectures are like these, without some norm, bias or mask. test_combinations.py compiles
+Qwen3's blocks."""
 KERNELS = ("gla",)
-"""Compiled by inductor. aot_eager compiles the others; its graphs are the same, without seconds of C++ compilation each."""
+"""The architectures that inductor compiles. The others are compiled by aot_eager, which makes the same graphs and saves the
+seconds that C++ compilation takes."""
 
 BOTH_KINDS = dict(layer_types=["sliding_attention", "full_attention"])
 MORE = {"gemma3_text": BOTH_KINDS, "gemma3": BOTH_KINDS}
@@ -52,7 +54,7 @@ class Result(NamedTuple):
     calls: dict[str, int]
     """The number of compiled calls of each block."""
     graphs: list[int]
-    """The number of graphs of the process after each step."""
+    """The number of graphs that this process has compiled after each step."""
 
 
 def parallel(name, compiled, **sizes):
@@ -114,7 +116,7 @@ def watch(model):
 
 
 def variant(block):
-    """Return the kind of attention of a block of Gemma 3, whose class is the same for both; else ""."""
+    """Return the kind of attention of a block of Gemma 3, which has one class for both kinds; "" for other blocks."""
     sliding = getattr(getattr(block, "self_attn", None), "is_sliding", None)
     return "" if sliding is None else ", sliding" if sliding else ", full"
 

@@ -17,9 +17,9 @@ from titanplans.split.decoder import find_decoder
 PAGE = GENERATED / "models.md"
 HEAD = """# Named sizes
 
-`[model] name` and `flavor` of a job; the source is the comment at the table in `models/NAME.toml`. Left out: most `debug`
-flavors, which [architectures.md](architectures.md) lists. With experts, MLP is the number of experts times
-the width of one, plus that of the shared experts.
+A job names a model by `[model] name` and `flavor`. The source is the comment at the flavor's table in `models/NAME.toml`.
+Most `debug` flavors are left out here; [architectures.md](architectures.md) lists them. For a mixture of experts, the
+column MLP is the number of experts times the width of one expert, plus the width of the shared experts.
 
 | model | flavor | hidden | layers | heads | key/value heads | head | MLP | vocabulary | tied | parameters | source |
 |---|---|---|---|---|---|---|---|---|---|---|---|

@@ -85,7 +85,7 @@ def test_a_finished_job_is_not_trained_again(job, at):
     assert "step-2 is the end of a finished job with other options (lora.rank = unset, now 8)" in job.err
     with locked(
         build_job({"job.dump_folder": str(job.folder / "out")})
-    ):  # as if another job were training there
+    ):  # a lock, as if another job were training in this folder
         assert job.run(*options) == 2
     assert "another job writes to" in job.err
     assert job.run("--training.steps=3", "--checkpoint.load_step=2", IN_HF) == 2

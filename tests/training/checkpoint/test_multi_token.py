@@ -74,7 +74,7 @@ def glm(tmp_path_factory):
 
 
 def check_same(layers: dict[str, torch.Tensor], folder: Path) -> None:
-    """Check that a folder has the layers bit by bit, and that its weights are those of a model."""
+    """Check that a folder has the layers bit by bit, and that its other tensors are the weights of a model."""
     tensors = {name: lazy.read() for name, lazy in open_folder(folder).tensors.items()}
     for name, value in layers.items():
         assert tensors[name].dtype == value.dtype, name
@@ -125,7 +125,7 @@ def test_a_job_keeps_them_once_on_the_disk_and_exports_them(published, job):
     assert job.out.count(f"{len(layers)} {KEPT}") == 1
     shutil.move(
         source / "model-2.safetensors", source / "moved"
-    )  # a resumed job needs the folder's weights no more
+    )  # a resumed job no longer needs the weights of this folder
     try:
         assert job.run(*start, "--training.steps=4") == 0, job.err
     finally:

@@ -81,7 +81,8 @@ def test_killed_ranks_are_restarted_up_to_max_restarts(job):
     steps = job.steps[-1]
     assert job.run(f"--training.steps={steps + 2}", "--max-restarts=1") == 0
     assert job.steps[-1] == steps + 2
-    # The last checkpoint has only weights. So every launcher takes the job as finished, but it can be trained for longer.
+    # The last checkpoint has only weights, so every launcher treats the job as finished; but it can be trained for more
+    # steps.
     for entry in (None, partial(by_torchrun, "static", free_endpoint())):
         restarts = () if entry else ("--max-restarts=1",)
         assert job.run(f"--training.steps={steps + 2}", *restarts, entry=entry) == 0

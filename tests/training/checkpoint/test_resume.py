@@ -58,8 +58,12 @@ REFUSED = [
     ({"load_step": 4}, "", "there is no .*/step-4"),
     ({"load_step": 4}, "4 8", r'later checkpoints, up to step-8, .*initial_load_path = ".*/step-4"'),
     ({"load_step": 4}, "4 10", "later checkpoints, up to step-10"),
-    ({"load_step": 8}, "4 8w", "step-8 holds only the weights .* leave load_step out"),
-    ({}, "4w 8w", "step-8 holds only the weights .* and so do all others; start in a new folder"),
+    ({"load_step": 8}, "4 8w", "step-8 holds only the weights .* omit load_step"),
+    (
+        {},
+        "4w 8w",
+        "step-8 holds only the weights .* and no other checkpoint holds more; start in a new folder",
+    ),
 ]
 
 
@@ -111,7 +115,7 @@ def test_a_job_restarted_by_a_launcher_resumes_its_own_checkpoint(tmp_path):
     assert "later checkpoints" in refused(tmp_path, load_step=4, restarted=True)
     of_this_job = write(tmp_path, 9, load_step=4)
     assert decide(tmp_path, load_step=4, restarted=True) == Resume(of_this_job, "training", FOLDER_OPTION)
-    # the user, not a launcher, starts the job again, which would lose the steps after 4
+    # the user starts the job again (not a launcher); this would lose the steps after 4, so it is refused
     assert "up to step-9" in refused(tmp_path, load_step=4)
     last = write(tmp_path, 10, "weights", load_step=4)
     assert decide(tmp_path, load_step=4, restarted=True) == Resume(last, key=FOLDER_OPTION, is_finished=True)
@@ -126,7 +130,7 @@ def test_a_damaged_manifest_is_refused_and_the_newest_intact_checkpoint_offered(
     for options in ({}, {"load_step": 8}):
         message = refused(tmp_path, **options)
         assert re.search(r"step-8/titanplans\.json is damaged .*; remove step-8 and step-6, ", message)
-        assert "the same command resumes from step-4, the newest intact one" in message
+        assert "the same command resumes from step-4, the newest intact checkpoint" in message
     for step in (8, 6):
         shutil.rmtree(tmp_path / f"step-{step}")
     assert decide(tmp_path) == Resume(tmp_path / "step-4", "training", FOLDER_OPTION)
@@ -139,12 +143,12 @@ def test_a_damaged_manifest_is_refused_and_the_newest_intact_checkpoint_offered(
 
 
 def test_a_checkpoint_that_was_renamed_is_not_taken_for_another_step(tmp_path):
-    """Otherwise the renamed checkpoint would stay the newest, and every restart would begin from it."""
+    """A renamed checkpoint is refused. Otherwise it would stay the newest, and every restart would begin from it."""
     for step in (4, 6):
         write(tmp_path, step)
     renamed = (tmp_path / "step-4").rename(tmp_path / "step-9")
     message = refused(tmp_path)
-    assert message.startswith(f"checkpoint.folder: {renamed} holds step 4; ")
+    assert message.startswith(f"checkpoint.folder: {renamed} holds step 4, so the folder ")
     assert "remove step-9, and the same command resumes from step-6" in message
     # a job may start from a checkpoint with a name that is not a step's
     renamed_again = (tmp_path / "step-9").rename(tmp_path / "best")

@@ -144,7 +144,7 @@ def test_only_checkpoints_of_titanplans_are_listed(tmp_path):
 
 
 def test_leftovers_are_removed_also_if_files_or_links(tmp_path):
-    """Of a link, only the link is removed, not the target."""
+    """If a leftover is a link, the link is removed, but not its target."""
     target = tmp_path / "kept"
     target.mkdir()
     (target / "precious").touch()

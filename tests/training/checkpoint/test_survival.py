@@ -1,4 +1,4 @@
-"""After twenty faults at random moments every loss equals that of an undisturbed run. `make survive` injects more."""
+"""After twenty faults at random moments every loss equals the loss of an undisturbed run. `make survive` injects more."""
 
 import sys
 

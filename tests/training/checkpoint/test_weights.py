@@ -30,7 +30,8 @@ def save_hugging_face(config: Path, folder: Path) -> None:
 
 
 def starts(rank: int, folder: Path) -> dict:
-    """Return a job's weights before its first step on two ranks, its losses, and those after it is resumed for longer."""
+    """Return a job's weights before its first step on two ranks, its losses, and its losses after it is resumed for
+    longer."""
     results = {}
     published = folder / "published"
     start = (f"--checkpoint.initial_load_path={published}", "--checkpoint.initial_load_in_hf")

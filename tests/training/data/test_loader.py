@@ -246,7 +246,8 @@ def test_resuming_tokenises_no_earlier_document(build, corpora, tokenizer, monke
     encoded.clear()
     next(iter(resumed))
     assert before > 30
-    # Each reader also encodes again the document in which it stopped, and the one that may have the last label.
+    # Each reader also encodes two documents again: the one in which it stopped, and the next one, which may have the last
+    # label.
     assert len(encoded) <= after + 2 * 4
 
 
@@ -388,7 +389,7 @@ def test_a_worker_ends_only_when_its_rank_says_so(build, corpora):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_worker_whose_rank_ended_early_ends_at_once():
-    """A worker that looked up its parent after the rank's end would find another process, and live as long as that one."""
+    """If a worker looked up its parent only after the rank had ended, it would find another process and never end."""
     reading, writing = os.pipe()
     rank = os.fork()
     if rank == 0:

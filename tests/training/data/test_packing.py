@@ -50,7 +50,7 @@ def test_positions_count_from_the_start_of_the_document_or_of_the_sequence(lengt
             expected.append(0 if not expected or int(token) in starts else expected[-1] + 1)
         assert sequence.positions.tolist() == expected
         assert joined_sequence.positions.tolist() == list(range(len(expected)))
-        # The token after a document's last is the first of another document, which is not predicted.
+        # The token after the last token of a document is the first of another document, and is not predicted.
         labels = [IGNORED if int(label) in starts else int(label) for label in joined_sequence.labels]
         assert sequence.labels.tolist() == labels
 

@@ -103,7 +103,7 @@ def test_degrees_have_to_fit_the_processes_and_the_model(job, world_size, option
 
 
 def test_the_experts_have_to_fit_the_ranks(job):
-    """An unset shard degree becomes the one that the experts need; a set one is not changed."""
+    """If the shard degree is unset, it becomes the degree that the experts need; a degree that is set is not changed."""
     options = {"model__name": "qwen3_moe", "parallelism__expert_parallel_degree": 4}
     assert fewest_processes(job(**options)) == 4
     assert fewest_processes(job(**options, parallelism__tensor_parallel_degree=2)) == 4
@@ -302,7 +302,9 @@ def test_a_checkpoint_of_another_optimizer_is_refused(job, tmp_path, weights):
 def test_a_checkpoint_without_any_optimizer_state_is_refused(job, tmp_path, weights):
     folder = tmp_path / "outputs" / "checkpoint"
     write_checkpoint(folder / "step-5", weights, moments=(), **{"train_state.step": torch.tensor(5)})
-    assert "step-5 holds no optimizer state; start afresh" in refusal(job(checkpoint__enable="true"))
+    assert "step-5 holds no optimizer state; begin with new optimizer states" in refusal(
+        job(checkpoint__enable="true")
+    )
 
 
 def test_a_parameter_that_had_no_gradient_needs_no_state(job, tmp_path, weights):
@@ -364,11 +366,14 @@ def test_missing_checkpoints_are_refused(job, options, message):
 def test_a_seed_checkpoint_is_saved_by_one_process(job):
     job_of_options = job(checkpoint__enable="true", checkpoint__create_seed_checkpoint="true")
     check_job(job_of_options, 1)
-    assert "needs 1 process, which saves unsharded weights, not 2; start one" in refusal(job_of_options, 2)
+    assert "needs 1 process, not 2, since the weights are saved unsharded; start one process" in refusal(
+        job_of_options, 2
+    )
 
 
 def test_the_model_is_refused_before_the_tokenizer_and_the_data(job, tmp_path):
-    """Reading tokenizer and data takes seconds, and half a minute if a hub can't be reached."""
+    """Options are checked before the tokenizer and the data are read, which takes seconds, or half a minute without the
+    hub."""
     (tmp_path / "config.json").write_text('{"model_type": "qwen33"}')
     message = refusal(
         job(model__config="config.json", model__hf_assets_path="/nowhere", training__dataset="a/b")

@@ -126,7 +126,7 @@ def test_a_resumed_job_has_the_commit_that_it_began_with(hub, job, published, tm
     assert [step for step, _ in job.losses] == [3]
     assert f"ada/tiny at commit {first}" in job.out
     assert read_manifest(job.folder / "out" / "checkpoint" / "step-3").job[ASSETS] == f"ada/tiny@{first}"
-    # A finished job is still that job, and a revision that is written is another one.
+    # A finished job stays at its commit, unless an option names a revision.
     assert job.run(*options, "--training.steps=3", entry=on_hub) == 0, job.err
     assert "is finished" in job.out
     assert job.run(IN_HF, f"--{ASSETS}=ada/tiny@main", entry=on_hub) == 2

@@ -1,4 +1,4 @@
-"""Tests of which rank's failure is reported, given the report files that the ranks' processes wrote, or failed to write."""
+"""The launcher chooses which rank's failure it reports. Some ranks leave a report file, and others end without one."""
 
 import json
 import multiprocessing

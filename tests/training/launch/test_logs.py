@@ -32,7 +32,7 @@ def test_a_job_continues_if_its_log_is_closed():
 
 
 def test_filtered_functions_exist_in_torchtitan():
-    """Otherwise a renamed function would no longer be hidden."""
+    """The functions whose log lines are hidden exist. Otherwise the lines of a renamed function would be shown."""
     import inspect
 
     import torchtitan.distributed.utils

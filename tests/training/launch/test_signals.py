@@ -139,7 +139,7 @@ def send(*signums):
 
 
 def library(signum, outcome):
-    """Receive a signal inside code that turns the stop into another exception, or ignores it."""
+    """A signal arrives inside code that turns the exception of the stop into another exception, or ignores it."""
     try:
         signal.raise_signal(signum)
     except BaseException as error:

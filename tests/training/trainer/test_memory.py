@@ -101,7 +101,7 @@ def test_a_buffer_size_beyond_32_bits_is_refused(job):
 
 
 def test_sharded_parameters_gradients_and_moments_are_counted_by_shard(job):
-    """8,030,261,248 parameters have 16 bytes each in float32, 8 in bfloat16."""
+    """Each of 8,030,261,248 parameters (with gradient and two moments) needs 16 bytes in float32, and 8 in bfloat16."""
     large = modeling.build(modeling.load_config("llama", "3.1-8B"))
     named = ["--model.name", "llama", "--model.flavor", "3.1-8B", "--training.dataset", "stdlib"]
     assert "128.5 GB of it for 8,030,261,248 parameters" in refusal(job(*named), large)

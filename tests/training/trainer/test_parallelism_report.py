@@ -122,10 +122,10 @@ def test_a_job_reports_its_parallelism(two_ranks, case):
     begins = f"Step {end['measured_after_step']}: {end['step']['collectives']} coll"
     assert any(line.startswith(begins) for line in lines)
     waits = (
-        "compiling blocks, loss with aot_eager in the first step, which may take minutes: its line comes then"
+        "compiling blocks, loss with aot_eager in the first step, which may take minutes; its line follows"
     )
     assert [at for at, line in enumerate(lines) if line == waits] == ([2] if "compiled" in case else [])
-    picture = 4 if "pp" in case else 0  # title, two stages, and the measured times
+    picture = 4 if "pp" in case else 0  # lines of the picture: title, two stages, and the measured times
     assert len([line for line in lines if line != waits]) <= 6 + picture, "a few lines, not a dump"
 
 

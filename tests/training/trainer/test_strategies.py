@@ -192,14 +192,14 @@ def test_a_validation_of_gathered_weights_is_the_same_and_gathers_less(two_ranks
 def test_muon_trains_the_same_under_each_strategy(two_ranks):
     assert two_ranks["muon"][8] < two_ranks["muon"][1] - 0.1
     for case in ("muon, tp", "muon, ddp"):
-        # Muon rounds to bfloat16, sometimes to the other neighbour.
+        # Muon rounds to bfloat16; a value between two neighbours may be rounded to the other one.
         assert two_ranks[case] == pytest.approx(
             {step: two_ranks["muon"][step] for step in two_ranks[case]}, rel=1e-4
         )
 
 
 def test_each_group_has_its_schedule(two_ranks):
-    # After the first of two warm-up steps. AdamW has two groups: the embedding, and parameters without decay.
+    # The values after the first of two warm-up steps. AdamW has two groups: the embedding, and parameters without decay.
     assert two_ranks["muon's rates"] == pytest.approx(
         {"lr/AdamW/0": 5e-4, "lr/AdamW/1": 15e-4, "lr/Muon": 15e-4}
     )

@@ -1,4 +1,4 @@
-"""Parse the command lines of `verify`, `list` and `async-tp`. Needs no torch. subject.py resolves a SUBJECT."""
+"""Parse the command lines of `verify`, `list` and `async-tp`, without torch. `subject.py` interprets the SUBJECT."""
 
 import argparse
 import itertools
@@ -37,7 +37,7 @@ _ASYNC_TP_EXAMPLES = """\
   titanplans async-tp configs/gla_1.3B.toml --tp 8
 
 exit status: 0 everything that torch's pass can fuse is fused, 1 something
-is not, 2 can't be run as written (one line says why)"""
+is not fused, 2 can't be run as written (one line says why)"""
 
 
 class _VerifyParser(argparse.ArgumentParser):
@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     list_parser = commands.add_parser(
         "list", help="list the registered plans, with model types and token mixers"
     )
-    words = "for these, print the plan's file and lines, what is sharded, and each flavor's largest tensor-parallel degree"
+    words = "print the plan's file and lines for these, what is sharded, and each flavor's largest tensor-parallel degree"
     list_parser.add_argument("model_types", nargs="*", metavar="MODEL_TYPE", help=words)
     list_parser.add_argument(
         "--long", action="store_true", help="print the same for every model type with a debug flavor"
@@ -65,9 +65,10 @@ def parser() -> argparse.ArgumentParser:
     _add_verify(
         commands.add_parser(
             "verify",
-            help="prove a plan: compare training of the split model with that of the unsplit one",
+            help="prove a plan: compare the training of the split model with the training of the unsplit model",
             description=paragraph(
-                "Prove a plan: compare training of the split model with that of the unsplit one, without a GPU."
+                "Prove a plan: compare the training of the split model with the training of the unsplit model, "
+                "without a GPU."
             ),
             epilog=_EXAMPLES,
             **shared,
@@ -198,7 +199,7 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     )
     words = "real: interpret Triton kernels on the CPU, in float32, which takes minutes; default: PyTorch stand-ins"
     add("--kernels", choices=("stand-ins", "real"), default="stand-ins", help=words)
-    words = "write the table to this file after each case, and at the end what is printed"
+    words = "write the table to this file after each case, and the full printed output at the end"
     add("--output", metavar="FILE", help=words)
     add(
         "--quick",
@@ -227,15 +228,15 @@ def _add_subject(
     add("--tp", type=degree_list, metavar="2,4,8", help=f"tensor-parallel degrees; default: {degrees}")
     if has_all_degrees:
         words = (
-            "context-parallel degrees, combined with each --tp; default: 1, and also 2 if no degree is set"
+            "context-parallel degrees, combined with each --tp; default: 1, or 1 and 2 if no degree is set"
         )
         add("--cp", type=degree_list, metavar="2,4", help=words)
         words = (
-            "expert-parallel degrees, combined with each --tp and --cp; alone: once over as many tensor-parallel ranks, and "
-            "once over as many context-parallel ranks; default: 1, and also 2 if no degree is set"
+            "expert-parallel degrees, combined with each --tp and --cp; if only --ep is set, N is proved over N "
+            "tensor-parallel ranks and over N context-parallel ranks; default: 1, or 1 and 2 if no degree is set"
         )
         add("--ep", type=degree_list, metavar="2,4", help=words)
-        words = "numbers of pipeline stages, combined with the other degrees; default: 1, and also 2 if no degree is set"
+        words = "numbers of pipeline stages, combined with the other degrees; default: 1, or 1 and 2 if no degree is set"
         add("--pp", type=degree_list, metavar="2,4", help=words)
     words = f"convert Linear modules to float8: {', '.join(recipes[1:])}; default: none, or the job's recipe"
     add("--float8", choices=recipes, metavar="RECIPE", help=words)

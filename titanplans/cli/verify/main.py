@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
 
 
 def _verify(request: Namespace, rank: int, can_fork: bool) -> int:
-    # Garbage collection takes a sixth of the time at the default threshold, and there is little garbage.
+    # At the default threshold garbage collection takes a sixth of the time, although there is little garbage.
     gc.set_threshold(100_000)
     _check_launch(request)
     with _started_ranks(request) as device:
@@ -111,7 +111,8 @@ def _verify(request: Namespace, rank: int, can_fork: bool) -> int:
 
 
 def _check_launch(request: Namespace) -> None:
-    """Refuse torchrun without --process-group and the reverse, and a process group whose size is not tp x cp."""
+    """Refuse torchrun without --process-group, --process-group without torchrun, and a process group whose size is not tp
+    x cp."""
     uses_group, size = request.ranks == "process_group", int(os.environ.get("WORLD_SIZE", "1"))
     requested = request.degrees or ()
     if uses_group != ({"RANK", "WORLD_SIZE"} <= os.environ.keys()):
@@ -124,13 +125,14 @@ def _check_launch(request: Namespace) -> None:
     if uses_group and (any(degrees.tp_cp != size for degrees in requested) or (size == 1 and not requested)):
         option = ", ".join(map(str, requested)) or "--process-group"
         raise VerifyError(
-            f"{option}: torchrun started {size} processes: start tp x cp processes, at least two, or set --tp 1 for one"
+            f"{option}: torchrun started {size} processes: start tp x cp processes, at least two, or set "
+            "--tp 1 for one process"
         )
 
 
 @contextmanager
 def _started_ranks(request: Namespace) -> Iterator["torch.device"]:
-    """Yield the device of this process's ranks. In the body there is a process group, if one is requested."""
+    """Yield the device of this process's ranks. If a process group is requested, it exists inside the body."""
     import torch
 
     from titanplans.parallel.mesh.process_group import process_group
@@ -151,7 +153,9 @@ def _started_ranks(request: Namespace) -> Iterator["torch.device"]:
 def _use_interpreter(device_type: str) -> None:
     """Run Triton kernels with Triton's interpreter on the CPU, and print a warning about the time."""
     if device_type != "cpu":
-        raise VerifyError(f"--kernels real: on {device_type} the Triton kernels run anyway: leave it out")
+        raise VerifyError(
+            f"--kernels real: on {device_type} the Triton kernels always run: leave --kernels out"
+        )
     from titanplans.kernels import interpreted
 
     print(

@@ -28,8 +28,9 @@ _TOKENS = 16
 """Tokens per sequence, unless an image needs more. At degree 8 these are two per rank."""
 
 _COPIES = 12
-"""Peak memory of training the unsplit model, in copies of its weights: the weights before and after, gradients of three
-steps, AdamW's moments, and the weights, gradients and moments of the run that measures rounding units."""
+"""Peak memory of training the unsplit model, as a number of copies of its weights: the weights before and after training,
+gradients of three steps, AdamW's moments, and the weights, gradients and moments of the run that measures rounding
+units."""
 
 
 _KEPT = 6
@@ -129,7 +130,7 @@ def call_user_function(subject: Subject) -> nn.Module:
     """Return the model of a user's function.
 
     Raises:
-        VerifyError: it is not callable, raises an error, or returns something other than a model with weights.
+        VerifyError: the function is not callable, raises an error, or returns something other than a model with weights.
     """
     if not callable(subject.make):
         raise VerifyError(

@@ -43,14 +43,14 @@ class Outcome:
     sizes: dict[str, Any]
     ranks: str
     plan: str
-    """Where the plan is from."""
+    """The source of the plan: `TPPlan.origin`."""
     notes: tuple[str, ...]
     report: Report
     counts: tuple[tuple[TPOptions, Communication], ...]
     """The communication of the blocks for each choice of options; it does not depend on the degree."""
     seconds: float
     total_cases: int = 0
-    """The total number of cases, as long as some have not been proved; 0 at the end."""
+    """The total number of cases while some are not proved yet; 0 at the end."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the outcome as a dict for JSON."""
@@ -174,7 +174,7 @@ def prove(
         counts = _counts(model, subject.plan, report, inputs)
         if any(case.options.degrees.ep > 1 for case in report.cases):
             notes += (
-                "collectives with expert parallelism are not counted: the number of sent tokens depends on values of ranks",
+                "collectives with expert parallelism are not counted: the number of sent tokens depends on routers' values",
             )
         elif report.passed and not counts and any(case.options.degrees.pp == 1 for case in report.cases):
             notes += ("collectives are not counted: there is no list of blocks to compute the bound for",)
@@ -224,7 +224,8 @@ def _count(
             backward(logits, labels, labels.numel())
 
         if options.degrees.cp > 1:
-            call(split, inputs)  # only later forwards exchange all projections of a mixer together
+            # The first forward exchanges each projection of a mixer separately, later ones all together.
+            call(split, inputs)
         return count_communication(split, applied, run, options)
 
 

@@ -1,4 +1,4 @@
-"""What `verify` prints and writes: progress, and for each subject a header, tables of cases and collectives, a verdict."""
+"""The output of `verify`: progress, and for each subject a header, tables of cases and collectives, and a verdict."""
 
 import json
 import shutil
@@ -21,9 +21,9 @@ _CLEAR = "\r\x1b[K"
 
 @contextmanager
 def progress(subject: str, *, shown: bool) -> Iterator[Callable[..., None]]:
-    """Yield a function that shows words on one line of stderr, which it overwrites; it does nothing without a terminal.
+    """Yield a function that shows words on one line of stderr, in place of earlier words.
 
-    With `above` the words stay as a line of their own; empty words clear the line.
+    With `above` the words stay as a separate line above; empty words clear the line. Without a terminal it does nothing.
     """
     stream = sys.stderr
     shown = shown and stream.isatty()
@@ -118,7 +118,8 @@ def _header(outcome: Outcome) -> list[str]:
 
 
 def _communication(outcome: Outcome) -> list[str]:
-    """Return a table of collectives with and without sequence and context parallelism; of other cases, what is needless."""
+    """Return a table of collectives with and without sequence and context parallelism; for other cases only needless
+    ones."""
     lines: list[str] = []
     shown: set[tuple[bool, bool]] = set()
     for options, communication in outcome.counts:
@@ -135,7 +136,7 @@ def _communication(outcome: Outcome) -> list[str]:
 
 
 def _place(case: CaseResult) -> str:
-    """Return the module at which a failing case goes wrong first or, if it is not known, the wrong quantity."""
+    """Return the module with the first wrong tensor of a failing case; if it is not known, the wrong quantity."""
     finding = case.finding
     return case.worst if finding is None else f"{finding.direction}, {finding.first.name}"
 
@@ -145,7 +146,7 @@ def _number(value: Any) -> str:
 
 
 class SubjectResult(NamedTuple):
-    """The result of a subject after a case, or at its end. It is plain data, since another process sends it."""
+    """The result of a subject after a case, or at the end of its proof: plain data, which another process can send."""
 
     index: int
     """The subject's index."""

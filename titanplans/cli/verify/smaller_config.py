@@ -27,12 +27,14 @@ def reduce_config(
     Args:
         source: the full-size model, with a config.
         layers: number of blocks to keep, from the first on. None: as few as contain every kind of block, but at least two,
-            since the stream begins at the first. Towers of other modalities keep the same number, unless they have fewer.
+            since the first block is special: the stream begins there. Towers of other modalities keep the same number,
+            unless they have fewer.
         vocab_size: size of the vocabulary. None: the smallest one that is split in the same way.
 
     Raises:
         ModelError: the model can't be built.
-        VerifyError: the model has fewer blocks or tokens, or the first blocks of the reduced model would differ.
+        VerifyError: the model has fewer blocks or tokens than requested, or the reduced model's blocks would differ from
+            the original's first blocks.
     """
     assert source.config is not None
     config, model, notes = source.config, modeling.build(source.config), []
@@ -96,7 +98,8 @@ def _with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
 
 
 def _truncate(values: dict[str, Any], key: str, layers: int) -> None:
-    """Reduce the number of blocks, lists with an entry per block, and `attn = {"layers": [...]}` of hybrid models."""
+    """Reduce the number of blocks in `values`, the lists with an entry per block, and `attn = {"layers": [...]}` of hybrid
+    models."""
     before = values[key]
     values[key] = after = min(layers, before)
     for name, value in values.items():
@@ -109,7 +112,7 @@ def _truncate(values: dict[str, Any], key: str, layers: int) -> None:
 def _smaller_vocabulary(config: PretrainedConfig) -> int:
     """Return a smaller size with the same remainder modulo 384 = 16 x 24.
 
-    Degrees that divide 24 split it like the original size, also for float8.
+    Degrees that divide 24 split the smaller size in the same way as the original size, also for float8.
     """
     tokens = config.get_text_config().vocab_size
     sizes = range(384 + tokens % 384, tokens, 384) if tokens >= 768 else ()

@@ -120,7 +120,7 @@ def _job(path: str, request: Namespace) -> Subject:
     degree, context = job.parallelism.tensor_parallel_degree, job.parallelism.context_parallel_degree
     experts = job.parallelism.expert_parallel_degree
     if experts > degree * context:
-        # In the job, experts are also distributed over data-parallel ranks. A proof has context-parallel ranks instead.
+        # A job also distributes experts over data-parallel ranks. A proof uses context-parallel ranks instead.
         context = experts // degree
     stages = job.parallelism.pipeline_parallel_degree
     if degree * context * stages == 1 and request.degrees is None:
@@ -140,7 +140,7 @@ def _job(path: str, request: Namespace) -> Subject:
         f"{path}: {model}",
         config,
         plan=plan,
-        # Degrees that are not set on the command line are those of the job.
+        # Degrees that are not set on the command line come from the job.
         degrees=combine_degrees(
             request.tp or (degree,),
             request.cp or (context,),
@@ -167,7 +167,7 @@ def _device_type(request: Namespace) -> str:
 
 def _user_plan(words: str, request: Namespace) -> Subject:
     plan = load_attribute(words, f"{request.command} {words}", VerifyError)
-    # With --model a function is that of a plan, and without one perhaps that of a model.
+    # With --model a function returns a plan. Without --model it may return a model.
     is_function = request.model is not None and isinstance(plan, FunctionType)
     if not (isinstance(plan, dict) or is_function or (isinstance(plan, type) and issubclass(plan, TPPlan))):
         raise VerifyError(

@@ -25,7 +25,7 @@ def activation_checkpoint(c: Any) -> Refusals:
     if get(c, shapes) and c.per_op_sac_matmuls == "none":
         yield (
             shapes,
-            'it lists exceptions to per_op_sac_matmuls, which is "none"; remove one of the two',
+            'it lists exceptions to per_op_sac_matmuls, but that is "none"; remove one of the two',
         )
     kept = (c.per_op_sac_keep_attention, c.per_op_sac_keep_collectives, c.per_op_sac_keep_operators)
     if c.per_op_sac_matmuls == "none" and not any(kept):
@@ -125,7 +125,7 @@ def data(d: Any) -> Refusals:
     if duplicates := [title for title in dict.fromkeys(titles) if titles.count(title) > 1]:
         yield "sources", f"duplicate {', '.join(duplicates)}; set a different name for each source"
     if d.sources and not any(source.weight for source in d.sources):
-        yield "sources", "all have weight 0, so there is no data; set the weight of one above 0"
+        yield "sources", "all sources have weight 0, so there is no data; give one of them a weight above 0"
 
 
 def checkpoint(c: Any) -> Refusals:

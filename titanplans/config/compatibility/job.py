@@ -29,7 +29,8 @@ WITHOUT_STAGES = (
 
 
 def schedule_steps(job: Any) -> int:
-    """Return the length of the learning-rate schedule in steps: by default that of the run, but at least the warm-up."""
+    """Return the length of the learning-rate schedule in steps: by default the steps of the run, but at least the
+    warm-up."""
     return job.lr_scheduler.total_steps or max(job.training.steps, job.lr_scheduler.warmup_steps)
 
 
@@ -47,7 +48,7 @@ def _parallelism(job: Any) -> Refusals:
     if p.data_parallel_strategy == "megatron_fsdp":
         yield (
             STRATEGY,
-            "it is not supported in a job, since its wrapper can't be initialised and saved by torchtitan's trainer; use "
+            "it is not supported in a job, since torchtitan's trainer can't initialise and save its wrapper; use "
             '"fsdp2", or ParallelManager(MegatronFSDPConfig()) in your own loop',
         )
     # Options that a strategy does not have. Under DDP, mixed_precision_param is autocast.
@@ -151,13 +152,13 @@ def pipeline(job: Any) -> Refusals:
     if schedule in SPLIT_BACKWARD and (job.lora.rank is not None or job.training.freeze):
         yield (
             "parallelism.pipeline_parallel_schedule",
-            "it computes gradients of weights separately, and torch computes wrong ones if other weights are frozen; use "
+            "it computes gradients of weights separately, and these are wrong in torch if other weights are frozen; use "
             "Interleaved1F1B",
         )
     if schedule in SPLIT_BACKWARD and job.loss.fused:
         yield (
             "loss.fused",
-            f"{schedule} runs a backward in two passes, but the gradients that the head computes are kept for only one; "
+            f"{schedule} runs a backward in two passes, but the head keeps its gradients for only one of them; "
             "remove this key, or use Interleaved1F1B",
         )
     if job.checkpoint.last_save_in_hf and job.lora.rank is not None:

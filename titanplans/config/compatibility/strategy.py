@@ -21,7 +21,7 @@ def no_float8(context: int) -> str:
 
 def _shared(c: Any) -> Refusals:
     yield from plan(c)
-    # In a job these may be set in advance, while compile.enable or recipe_name is not: `strategy_of` leaves them out.
+    # In a job these keys may be set although compile.enable or recipe_name is not: `strategy_of` then leaves them out.
     compile_keys = [f"compile.{name}" for name in ("backend", "mode", "fullgraph", "dynamic", "options")]
     yield from needs(c, "compile.enable", (True,), *compile_keys)
     yield from needs(c, "compile.backend", ("inductor",), "compile.mode", "compile.options")
@@ -36,7 +36,10 @@ def _shared(c: Any) -> Refusals:
             "or lora.dropout = 0",
         )
     if mode == "memory_budget" and not c.compile.blocks:
-        yield "activation_checkpoint.mode", f"the compiler chooses what is kept, but {_NOT_COMPILED}"
+        yield (
+            "activation_checkpoint.mode",
+            f"the compiler chooses the activations that are kept, but {_NOT_COMPILED}",
+        )
     if mode == "keep_mixer" and c.compile.blocks:
         yield (
             "activation_checkpoint.mode",

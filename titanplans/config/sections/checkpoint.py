@@ -28,25 +28,26 @@ class Checkpoint(Options, section="checkpoint", refuses=groups.checkpoint):
     """Steps from one checkpoint to the next; the last step is always saved."""
 
     initial_load_path: FilePath | None = None
-    """Checkpoint to start from, as long as the job's own folder holds none: a folder step-N, or, under initial_load_in_hf, a
+    """Checkpoint to start from if the job's folder holds no checkpoint: a folder step-N; or, under initial_load_in_hf, a
     Hugging Face folder or a repository of the Hugging Face Hub, as in hf_assets_path."""
 
     initial_load_in_hf: bool = False
-    """Start from a Hugging Face folder or repository, which is initial_load_path or model.hf_assets_path, with its config
-    and tokenizer."""
+    """Start from a Hugging Face folder or repository, with its config and tokenizer. initial_load_path names it or, if
+    unset, model.hf_assets_path."""
 
     initial_load_model_only: bool = True
-    """Load only the weights of initial_load_path, and begin at step 1; false: resume from it."""
+    """Load only the weights of initial_load_path, and begin at step 1; false: load its training state, too, and continue
+    at its step."""
 
     initial_adapter_path: FilePath | None = None
-    """Under lora.rank: adapters to start from (a folder that peft saved), as long as the job's own folder holds no
-    checkpoint."""
+    """Under lora.rank: adapters to start from (a folder that peft saved) if the job's folder holds no checkpoint."""
 
     save_adapters_only: bool = False
-    """Under lora.rank: save only the weights that train; a resumed job loads the others from initial_load_path again."""
+    """Under lora.rank: save only the weights that train; a resumed job loads all other weights from initial_load_path
+    again."""
 
     last_save_model_only: bool = True
-    """Save only the weights at the last step: smaller, but training cannot resume from it."""
+    """Save only the weights at the last step. This checkpoint is smaller, but training can't resume from it."""
 
     last_save_in_hf: bool = False
     """Save the last step as a Hugging Face folder, which from_pretrained loads; adapters are merged into the weights, and
@@ -63,8 +64,8 @@ class Checkpoint(Options, section="checkpoint", refuses=groups.checkpoint):
     """Number of newest checkpoints to keep; 0: all."""
 
     load_step: LoadStep = -1
-    """Step to load. Without load_only it must be the newest, so that no later checkpoint is overwritten. -1: the newest
-    that training can resume from."""
+    """Step to load. Without load_only it must be the newest step, so that no later checkpoint is overwritten. -1: the
+    newest step that training can resume from."""
 
     exclude_from_loading: tuple[Literal["optimizer", "lr_scheduler", "dataloader", "train_state"], ...] = ()
     """Training states that are not loaded, e.g. "optimizer"."""

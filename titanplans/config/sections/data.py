@@ -35,7 +35,7 @@ class Chat(
     """Read conversations instead of text: rows of messages, or of a prompt and its completion."""
 
     format: Literal["messages", "sharegpt", "alpaca"] = "messages"
-    """Column names and keys that are used where the keys below are unset: "messages", "sharegpt" (conversations, from,
+    """Default names of columns and keys, for options below that are unset: "messages", "sharegpt" (conversations, from,
     value) or "alpaca"."""
 
     messages_column: Name | None = None
@@ -48,7 +48,7 @@ class Chat(
     """Key of a message's text; unset: "content", or "value" under format = "sharegpt"."""
 
     roles: dict[str, Name] | None = None
-    """The chat template's role for each role in the data; other roles are refused. Under format = "sharegpt" these are
+    """The chat template's role for each role in the data; other roles are refused. Under format = "sharegpt" they are
     added to the roles of that format."""
 
     prompt_column: Name | None = None
@@ -81,7 +81,7 @@ class Chat(
     end the job ("error")."""
 
     packing: bool = True
-    """Pack several whole conversations, which do not attend to each other, into a sequence; false: one conversation per
+    """Pack several complete conversations into a sequence; they do not attend to each other. false: one conversation per
     sequence, padded."""
 
 
@@ -114,8 +114,8 @@ class DataSource(Corpus, section="data.sources", refuses=groups.source):
     """Name of the source in metrics, messages and checkpoints; unset: its path, or its data set."""
 
     weight: NaturalFloat = 1.0
-    """Fraction of the sequences, relative to the weights of the other sources; 0: none. It may be changed when a job is
-    resumed."""
+    """Fraction of the sequences, relative to the weights of the other sources; 0: none. The weight may be changed when a
+    job is resumed."""
 
     chat: SourceChat = SourceChat()
     """The keys of [training.chat], for this source."""
@@ -127,22 +127,22 @@ class DataSource(Corpus, section="data.sources", refuses=groups.source):
 
 
 class Data(Options, section="data", refuses=groups.data):
-    """How documents become sequences of seq_len tokens, and the sources that they come from."""
+    """How documents become sequences of seq_len tokens, and the sources of the documents."""
 
     documents: Literal["apart", "joined"] | None = None
-    """Whether tokens see those of other documents in their sequence: no ("apart") or yes ("joined"); unset: "apart", if
-    the model supports it."""
+    """Whether tokens see tokens of other documents in their sequence: no ("apart") or yes ("joined"); unset: "apart" if
+    the model supports it, else "joined"."""
 
     packing: Literal["cut", "best_fit"] = "cut"
-    """How documents become sequences: concatenate them and cut after every seq_len tokens ("cut"), or keep them whole,
-    put each where it fits best, and pad ("best_fit")."""
+    """How documents become sequences: concatenate them and cut after every seq_len tokens ("cut"), or put each complete
+    document into the sequence where it fits best, and pad the rest ("best_fit")."""
 
     long_documents: Literal["cut", "drop"] = "cut"
     """Under packing = "best_fit": a document longer than a sequence is cut ("cut") or left out ("drop")."""
 
     exhausted: Literal["repeat", "end"] = "repeat"
     """What to do when all documents of a source have been read: read them again in another order ("repeat"), or end the
-    job once this is so for all sources ("end")."""
+    job when all sources have been read ("end")."""
 
     sources: tuple[DataSource, ...] = ()
     """A mixture: tables [[data.sources]] with the keys below, in place of training.dataset."""

@@ -42,12 +42,12 @@ class PlanOption(Options):
         ]
         | None
     ) = None
-    """Plan that splits the model: a registered name; "module:Class", also of a dict or of a function that returns one; or a
-    table of module names and styles. Unset: the plan registered for its architecture."""
+    """Plan that splits the model: a registered name; "module:name" of a class, of a dict, or of a function that returns a
+    dict; or a table of module names and styles. Unset: the plan that is registered for the model's architecture."""
 
     derive: bool = False
-    """Without a plan, and without a registered one: use a plan that titanplans derive has proved for a model of this
-    structure. A job derives it when it starts, if none is kept; in your own loop a model without a kept plan is refused."""
+    """If no plan is named or registered, use a plan that titanplans derive has proved for a model of this structure. If no
+    such plan is kept, a job derives one when it starts; in your own loop the model is refused."""
 
 
 class Model(PlanOption, section="model", refuses=groups.model):
@@ -69,15 +69,15 @@ class Model(PlanOption, section="model", refuses=groups.model):
     names."""
 
     class_: Name | None = Field(None, alias="class")
-    """A model of your own, "module:Class": any nn.Module, which does not have to be a class of transformers; instead of
-    name and flavor."""
+    """A model of your own, "module:Class": any nn.Module, even if it is no class of transformers; instead of name and
+    flavor."""
 
     arguments: dict[str, bool | int | float | str] | None = None
     """Keyword arguments of the constructor of `class`."""
 
     hf_assets_path: FilePath | None = None
     """Folder with the tokenizer.json, or a repository of the Hugging Face Hub ("owner/name" or "owner/name@revision"), which
-    is downloaded if no such folder exists; unset: that of initial_load_in_hf, or titanplans' own small tokenizer."""
+    is downloaded if no such folder exists; unset: the folder of initial_load_in_hf, or titanplans' own small tokenizer."""
 
 
 class Batches(Corpus):
@@ -87,8 +87,8 @@ class Batches(Corpus):
     """Sequences that one data-parallel rank processes at a time."""
 
     global_batch_size: PositiveOrAuto = -1
-    """Sequences in one optimizer step, over all ranks. If they exceed one local batch per data-parallel rank, gradients
-    are accumulated. -1: set by gradient_accumulation_steps."""
+    """Sequences in one optimizer step, over all ranks. Gradients are accumulated if this is more than one local batch per
+    data-parallel rank. -1: gradient_accumulation_steps determines the number."""
 
     gradient_accumulation_steps: PositiveInt = 1
     """Under global_batch_size = -1: local batches that each data-parallel rank accumulates in one optimizer step."""
@@ -106,7 +106,7 @@ class Batches(Corpus):
     """Under skip_nan_inf: number of consecutive skipped steps after which the job ends."""
 
     steps: PositiveInt = 10000
-    """Optimizer steps in all, including those before a job was resumed."""
+    """Total number of optimizer steps, including the steps before a job was resumed."""
 
     epochs: PositiveInt | None = None
     """Passes over the data after which the job ends, unless training.steps ends it earlier; unset: only training.steps

@@ -31,7 +31,8 @@ ScaleRule = Literal["match_rms_adamw", "original"]
 
 
 class OptimizerGroup(Options, section="optimizer.groups", refuses=groups.optimizer_group):
-    """Settings of the parameters whose names match a pattern. A key that is unset has its value in [optimizer]."""
+    """Settings of the parameters whose names match a pattern. A key that is unset has the value of the same key in
+    [optimizer]."""
 
     pattern: Pattern = ""
     """Regular expression that is searched in the names of trainable parameters, as they are in the state dict. A
@@ -92,7 +93,7 @@ class Optimizer(Options, section="optimizer", refuses=groups.optimizer):
     set."""
 
     decay_all: bool = False
-    """Apply weight_decay to every parameter, norms, biases and marked ones included."""
+    """Apply weight_decay to every parameter, including norms, biases and marked parameters."""
 
     momentum: FractionBelowOne = 0.95
     """For Muon: decay of the momentum."""
@@ -126,8 +127,8 @@ class LRScheduler(Options, section="lr_scheduler"):
     """Steps over which the learning rate rises to optimizer.lr."""
 
     total_steps: PositiveInt | None = None
-    """Schedule length in steps, if it differs from training.steps, e.g. so that a shorter run follows the same curve.
-    Unset: training.steps."""
+    """Schedule length in steps, if it differs from training.steps, e.g. so that a short run follows the curve of a longer
+    one. Unset: training.steps."""
 
     decay_ratio: Fraction | None = None
     """Fraction of the schedule, at its end, in which the learning rate decays. 0: it never decays. Unset: it decays from
@@ -145,8 +146,8 @@ class Loss(Options, section="loss", refuses=groups.loss):
 
     fused: bool | None = None
     """Compute the loss in the head, chunk by chunk, so that only a chunk of logits exists at a time; unset: true if the head
-    is a plain Linear (no float8, no adapters) and the model changes its logits only in ways that its config names, such as
-    a soft cap."""
+    is a plain Linear (no float8, no adapters) and the model changes its logits at most by an operation that its config
+    names, such as a soft cap."""
 
     chunk_tokens: PositiveInt = 512
     """Tokens in a chunk of the fused loss."""

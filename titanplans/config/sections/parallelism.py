@@ -19,7 +19,7 @@ from titanplans.config.values import (
 )
 
 Dtype = Literal["bfloat16", "float32"]
-"""float16 is not among them: its gradients underflow without a gradient scaler, which no training loop here has."""
+"""float16 is left out: its gradients underflow without a gradient scaler, and no training loop here has one."""
 
 LayerOrOp = Annotated[
     str, Constraint('"op", or a number of layers such as "2"', lambda value: value == "op" or _counts(value))
@@ -42,8 +42,8 @@ class ParallelDegrees(Options):
     processes."""
 
     data_parallel_shard_degree: PositiveOrAuto = -1
-    """Ranks over which FSDP shards each replica, each with different data; -1: all that the other degrees leave, or 1
-    under ddp."""
+    """Ranks over which FSDP shards each replica, each with different data; -1: all ranks that the other degrees leave, or
+    1 under ddp."""
 
     tensor_parallel_degree: PositiveInt = 1
     """Ranks over which each layer is split by its plan."""
@@ -60,7 +60,8 @@ class ParallelDegrees(Options):
 
     @property
     def shard_degree(self) -> int:
-        """Ranks over which FSDP shards each replica, or -1 for all that the other degrees leave; under ddp -1 becomes 1."""
+        """Ranks over which FSDP shards each replica, or -1 for all ranks that the other degrees leave; under ddp -1
+        becomes 1."""
         unset = self.data_parallel_shard_degree == -1
         return 1 if unset and self.data_parallel_strategy == "ddp" else self.data_parallel_shard_degree
 
@@ -79,7 +80,7 @@ class TensorParallel(Options):
     expert_capacity_factor: PositiveFloat | None = None
     """Under expert parallelism: an expert takes from each rank at most this factor times the mean number of tokens per
     expert. Tokens above this limit, the last ones for this expert in the rank's batch, are dropped for this expert.
-    Unset: none is dropped."""
+    Unset: no token is dropped."""
 
     enable_async_tensor_parallel: bool = False
     """Overlap tensor-parallel communication with the matrix products (CUDA, compiled model, sequence parallel)."""
@@ -104,11 +105,11 @@ class PipelineParallel(Options):
     """Pipeline schedule, with torch's name; all but GPipe and 1F1B have several stages per rank."""
 
     pipeline_parallel_microbatch_size: PositiveInt = 1
-    """Sequences in a micro batch; training.local_batch_size must be a multiple of it."""
+    """Sequences in a micro batch; training.local_batch_size must be a multiple of this number."""
 
     pipeline_parallel_layers_per_stage: PositiveInt | None = None
     """Layers per stage, which determines the number of stages; unset: one stage per rank, or two under schedules with
-    several."""
+    several stages per rank."""
 
     pipeline_parallel_split_points: tuple[Name, ...] = ()
     """Names of the layers at which the second and later stages begin, such as model.layers.8; empty: stages of equal
@@ -119,9 +120,9 @@ class FSDP2(Options):
     """When FSDP2 gathers weights and reduces gradients."""
 
     fsdp_reshard_after_forward: Literal["default", "always", "never"] | PositiveInt = "default"
-    """Weights that FSDP2 frees between forward and backward: all but those that the backward needs first ("default"), all
-    ("always"), none ("never"), or a number n: as "default", but the weights are resharded over only n ranks. With a
-    pipeline, "default" frees none."""
+    """Weights that FSDP2 frees between forward and backward: all weights except those that the backward needs first
+    ("default"), all ("always"), or none ("never"). A number n frees the same weights as "default", but reshards them over
+    only n ranks. With a pipeline, "default" frees none."""
 
     fsdp_forward_prefetch: NaturalInt = 0
     """FSDP modules that are gathered ahead in the forward; 0: none."""
@@ -134,8 +135,8 @@ class FSDP2(Options):
     "root" is needed if some ranks' batches have images and others' have none."""
 
     fsdp_defer_grad_sync: Literal["all", "replicas", "nothing"] = "nothing"
-    """Gradient reductions that are deferred to the last accumulated batch: none ("nothing"), those over replicas under
-    HSDP ("replicas"), or all ("all"; each rank then holds full gradients)."""
+    """Gradient reductions that are deferred to the last accumulated batch: none ("nothing"), under HSDP the reductions
+    over replicas ("replicas"), or all ("all"; each rank then holds full gradients)."""
 
     fsdp_keep_gathered: bool = False
     """Keep weights gathered from one accumulated batch to the next; each rank then holds full weights."""
@@ -220,13 +221,13 @@ class ActivationCheckpoint(
     """Activations that are recomputed in the backward instead of kept."""
 
     mode: Literal["selective", "full", "mlp", "keep_mixer", "memory_budget", "none"] = "none"
-    """What is recomputed in the backward: every layer ("full"), some layers or operations ("selective"), each layer's
-    MLP ("mlp"), all but the token mixers ("keep_mixer"), what the compiler chooses ("memory_budget"), or nothing
-    ("none")."""
+    """What is recomputed in the backward: every layer ("full"), some layers or operations ("selective"), each layer's MLP
+    ("mlp"), everything except the token mixers ("keep_mixer"), operations that the compiler chooses ("memory_budget"), or
+    nothing ("none")."""
 
     scope: Literal["all", "language", "vision"] = "all"
-    """Layers whose activations are recomputed: the decoder's ("language"), those of vision towers ("vision"), or
-    "all"."""
+    """Layers whose activations are recomputed: the decoder's layers ("language"), the layers of vision towers ("vision"),
+    or "all"."""
 
     selective_ac_option: LayerOrOp = "2"
     """Under mode = "selective": a number n recomputes every n-th layer; "op" keeps the costly operations of every layer
@@ -246,8 +247,8 @@ class ActivationCheckpoint(
     "namespace::name"."""
 
     per_op_sac_force_recompute_mm_shapes_by_fqns: Strings = ()
-    """Under selective_ac_option = "op": parts of names of Linear modules; products with weights of the same shapes as
-    theirs are always recomputed."""
+    """Under selective_ac_option = "op": parts of names of Linear modules; matrix products with weights of the same shapes
+    as the weights of these modules are always recomputed."""
 
     memory_budget: Fraction = 0.5
     """Under mode = "memory_budget": fraction of the activation memory that may be kept. 0: everything in a compiled
@@ -261,7 +262,8 @@ class ActivationCheckpoint(
     """Restore the random state for the recomputation, so that dropout drops the same values."""
 
     determinism_check: Literal["default", "none"] = "default"
-    """Compare shapes and types of recomputed tensors with those of the forward ("default"), or do not ("none")."""
+    """Compare shapes and types of recomputed tensors with the tensors of the forward ("default"), or skip this check
+    ("none")."""
 
     early_stop: bool = False
     """Stop a recomputation at the last tensor that the backward needs."""
@@ -288,12 +290,12 @@ class Compile(
     """Inductor's preset of options; unset: its default."""
 
     fullgraph: bool | None = None
-    """Whether each component must compile to one graph; unset: layers must, except FLA's, those under context or expert
-    parallelism, and those of a model with output_router_logits."""
+    """Whether each component must compile to one graph; unset: layers must, except FLA's layers, layers under context or
+    expert parallelism, and layers of a model with output_router_logits."""
 
     dynamic: bool | None = None
-    """Compile once for all sizes (true) or once for each size (false); unset: for the first size, and once a size
-    changes, for all sizes."""
+    """Compile once for all sizes (true) or once for each size (false); unset: first for one size, and again for all sizes
+    when a size changes."""
 
     options: dict[str, bool | int | float | str] | None = None
     """Inductor's settings by name, instead of mode."""

@@ -1,4 +1,4 @@
-"""How a job runs and its output: [job], [metrics], [profiling], [comm], [debug], [experimental]."""
+"""The output of a job, and how it runs: [job], [metrics], [profiling], [comm], [debug], [experimental]."""
 
 from typing import Annotated
 
@@ -47,7 +47,7 @@ class Metrics(Options, section="metrics"):
     """Folder of the TensorBoard and W&B files, relative to dump_folder."""
 
     save_for_all_ranks: bool = False
-    """Write the metrics of every rank, each into a folder of its own; false: only of rank 0."""
+    """Write the metrics of every rank, each into a separate folder; false: only the metrics of rank 0."""
 
     enable_wandb: bool = False
     """Send the metrics to Weights & Biases, too (WANDB_PROJECT, WANDB_RUN_NAME, ... are read from the environment)."""
@@ -56,7 +56,8 @@ class Metrics(Options, section="metrics"):
     """Write the metrics into dump_folder/metrics.jsonl, too: one JSON object per logged step."""
 
     measure_first_step: bool = True
-    """Write into dump_folder/parallelism.json what the first step communicates and compiles, and a pipeline's times."""
+    """Measure the first step: write its communication, its compiled graphs and a pipeline's times into
+    dump_folder/parallelism.json."""
 
 
 class Profiling(Options, section="profiling", refuses=groups.profiling):

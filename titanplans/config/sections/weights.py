@@ -1,6 +1,6 @@
 """How weights are adapted, frozen and quantised: [lora], training.freeze, [quantize.linear.float8].
 
-The code that does so is in `titanplans.adapters` and `titanplans.precision`.
+The code is in `titanplans.adapters` and `titanplans.precision`.
 """
 
 from typing import Literal
@@ -27,7 +27,7 @@ class LoRA(Options, section="lora", refuses=groups.lora):
     names ("model.layers.[01].*"); "all-linear": every plain Linear but the head."""
 
     exclude_modules: Strings = ()
-    """Modules among target_modules that get no adapter; names and patterns as there."""
+    """Modules among target_modules that get no adapter; names and patterns as in target_modules."""
 
     quantize_base: Literal["nf4"] | None = None
     """Type in which the frozen weights of modules with adapters are kept: "nf4", four bits (QLoRA); unset:
@@ -41,8 +41,8 @@ class Freezing(Options):
     """Parameters that do not train."""
 
     freeze: Strings = ()
-    """Parameters that do not train: names of modules or parameters, or patterns of them ("model.embed_tokens",
-    "model.layers.[01].*"); each must match one."""
+    """Parameters that do not train: names of modules or parameters, or patterns of such names ("model.embed_tokens",
+    "model.layers.[01].*"). Each must match a module or parameter."""
 
 
 class Float8(Options, section="quantize.linear.float8", refuses=groups.float8):

@@ -1,7 +1,7 @@
 """`flash_attn_func` and `flash_attn_varlen_func` on a CPU, with torch's scaled dot product attention.
 
 FLA's softmax layers call flash-attn, which has no CPU build, and refuse to be constructed without it. Signatures and
-semantics are those of flash-attn 2: inputs [B, L, H, D], grouped key heads, masks and windows aligned to the last key.
+semantics are the same as in flash-attn 2: inputs [B, L, H, D], grouped key heads, masks and windows aligned to the last key.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ def flash_attn_func(
 
     Query i is at key position p = i + Lk - Lq. With `causal` it attends to keys up to p, with `window_size = (left, right)`
     to keys p - left .. p + right, where -1 means no limit. The output of a query without keys is zero. `deterministic` has
-    no effect, since the CPU kernels always are.
+    no effect, since the CPU kernels are always deterministic.
 
     Raises:
         KernelError: softcap, alibi_slopes or return_attn_probs is set, which torch's operator does not support.

@@ -1,4 +1,4 @@
-"""CPU replacements for other functions of FLA's softmax mixers, which FLA's `naive.py` does not have in the form needed.
+"""CPU replacements for further functions of FLA's softmax mixers, for which FLA's `naive.py` has no suitable reference.
 
 FLA has no reference for mixture of block attention, and its reference for DeltaFormer does not support padding. The backward
 of FlexAttention needs a GPU. The module of stick-breaking attention refuses a CPU and float32.
@@ -44,7 +44,7 @@ def parallel_moba(
             f"parallel_moba: {k.shape[2]} key heads for {q.shape[2]} query heads, but flash-linear-attention's MoBA needs "
             "the same number: remove num_kv_heads"
         )
-    # As the kernel, count selectable blocks over all packed sequences. The last block of a sequence is not selectable.
+    # Like the kernel, count the selectable blocks of all packed sequences. The last block of a sequence is not selectable.
     selectable = sum((length - 1) // chunk_size for length in cu_seqlens.diff().tolist())
     num_selected = min(topk - 1, selectable)
     outputs = []

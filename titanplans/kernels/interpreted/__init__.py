@@ -1,6 +1,6 @@
 """Run FLA's Triton kernels on a CPU with Triton's interpreter, as slow references for their replacements.
 
-    TRITON_INTERPRET=1 python ...        # Triton reads it when it is imported
+    TRITON_INTERPRET=1 python ...        # Triton reads this variable at its import
 
     interpreted.start()                  # instead of kernels.install: CPU tensors are passed to Triton kernels from now on
 
@@ -32,9 +32,9 @@ def start() -> None:
 
 
 def widen(on: bool = True) -> None:
-    """Make kernels use float32 for 16-bit intermediates, and MesaNet's kernels solve to convergence, or stop doing so.
+    """Switch exact kernels on or off: with float32 for 16-bit intermediates, and a MesaNet solver that converges.
 
-    Then a difference between the unsplit and the split model is an error of the plan, not rounding inside of kernels.
+    A difference between the unsplit and the split model is then an error of the plan, not rounding inside of kernels.
     """
     from titanplans.kernels.interpreted import fla, language
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 _PROCESSORS = 4
-"""Number of multiprocessors of the pretended GPU. Without a GPU, FLA assumes one, and selects code that no GPU runs."""
+"""Number of multiprocessors of a simulated GPU. Without a GPU, FLA assumes one multiprocessor, and selects code that no
+GPU runs."""
 
 _CHECKS = {
     "delta_rule.chunk:chunk_delta_rule": "assert q.dtype != torch.float32",
@@ -23,9 +24,9 @@ _CHECKS = {
     "parallax.parallel:parallel_parallax": "if q.dtype not in (torch.bfloat16, torch.float16)",
     "attnres.fused:fused_attnres_fwd": "if not residuals[0].is_cuda",
 }
-"""The condition of the check, by function of fla.ops."""
+"""Maps functions of fla.ops to the source code of the check that is removed."""
 _CYFA = "not q.is_cuda"
-"""The condition of the checks in fla.ops.cyfa.utils."""
+"""The source code of the checks in fla.ops.cyfa.utils."""
 
 
 def remove_checks(*, processors: int = _PROCESSORS, shared_memory: int | None = None) -> None:

@@ -1,6 +1,7 @@
 """Extend Triton's interpreter (triton 3.7 to 3.9) to run the kernels of flash-linear-attention. Start at `complete`.
 
-It changes the interpreter only in this process. Each comment or docstring says what fails without a change.
+The interpreter is changed only in this process. Each change has a comment or docstring that says what would fail without
+it.
 """
 
 import ast
@@ -18,7 +19,7 @@ from triton.runtime import autotuner, interpreter
 Handle, Builder = interpreter.TensorHandle, interpreter.InterpreterBuilder
 
 _launch_lock = threading.RLock()
-"""Lock around launches. The interpreter's grid and position in it are global, and ranks may be threads."""
+"""Lock around launches. The interpreter's grid, and its position in the grid, are global, and ranks may be threads."""
 _rewritten: dict[bool, dict[Any, Any]] = {False: {}, True: {}}
 """The interpreter's cache of rewritten kernels, without and with `widen`."""
 
@@ -57,7 +58,7 @@ def _first_config(self: Any, kwargs: dict[str, Any]) -> list[Any]:
 
 
 class _Transformer(interpreter.ASTTransformer):
-    """Rewrites casts by `.to`, because loop variables and quotients are Python numbers in the interpreter."""
+    """Rewrites casts by `.to`: in the interpreter loop variables and quotients are Python numbers, which have no `.to`."""
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)

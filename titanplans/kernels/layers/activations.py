@@ -1,6 +1,6 @@
 """CPU replacements for activations and gated linear units, the autograd functions of `fla/modules/activations/ops.py`.
 
-All return the dtype of the first argument. Products and powers are computed in the accumulation dtype.
+All results have the dtype of the first argument. Products and powers are computed in the accumulation dtype.
 """
 
 import torch
@@ -54,7 +54,7 @@ def bias_gelu(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
 
 
 def squared_relu(x: torch.Tensor) -> torch.Tensor:
-    """Return relu(x)^2. A float64 input is squared in float64, which FLA rounds to float32."""
+    """Return relu(x)^2. A float64 input is squared in float64; FLA rounds it to float32 first."""
     return F.relu(x.to(accumulation_dtype(x))).square().to(x.dtype)
 
 

@@ -155,8 +155,8 @@ def layer_norm_linear_quant(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Return BitNet's linear layer, applied to the norm of x; with `prenorm` also x + `residual`.
 
-    The norm is rounded to 8 bits per token, and the weight to -1, 0 or 1 times its mean absolute value. Gradients are those
-    without rounding (straight-through estimator).
+    The norm is rounded to 8 bits per token, and the weight to -1, 0 or 1 times its mean absolute value. Gradients are
+    computed as if nothing were rounded (straight-through estimator).
     """
     normed = layer_norm(x, norm_weight, norm_bias, residual, eps, prenorm, residual_in_fp32, is_rms_norm)
     y, summed = normed if isinstance(normed, tuple) else (normed, None)

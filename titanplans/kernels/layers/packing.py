@@ -28,7 +28,8 @@ def by_sequence(
     cu_seqlens: torch.Tensor | None,
     of_tokens: bool = False,
 ) -> Result:
-    """Call `run` with inputs [B, T, ...] and initial states. It gets packed sequences of similar lengths as a batch.
+    """Call `run` with inputs [B, T, ...] and initial states. Packed sequences of similar lengths are passed to `run` as a
+    batch.
 
     Shorter sequences of a batch are padded at the end with zeros, which have no key and no decay, so they do not change a
     state.

@@ -15,7 +15,7 @@ import torch
 from titanplans.errors import KernelError
 
 CHUNK_SIZE = 64
-"""Maximal number of tokens in a chunk, a power of two; chosen by benchmarks/cpu_kernels.py."""
+"""Largest number of tokens in a chunk, a power of two; chosen with benchmarks/cpu_kernels.py."""
 BLOCK_OF_VECTORS = 2
 """Tokens per block h if each key channel has its own decay: pairwise decays [h, h, K] are stored within blocks."""
 
@@ -65,7 +65,8 @@ def linear_attention(
         size *= 2
     q, k, v = (_chunked(x, size) for x in (q, k, v))
     decays = _decays(_chunked(g if g.dim() == 4 else g[..., None], size))
-    # All terms are linear in the initial state of a chunk: `outputs` and `added` without it, `reads` and `kept` multiply it.
+    # All terms are linear in the initial state of a chunk: `outputs` and `added` are the terms without it, `reads` and
+    # `kept` multiply it.
     outputs = _products(q, k, decays) @ v
     reads, kept, added = q * decays.from_start, decays.from_start[..., -1:, :].mT, _writes(k, decays) @ v
     corrections = [()] * v.shape[2]
@@ -111,7 +112,7 @@ class _Decays(NamedTuple):
     """From each token, without its decay, to the end of the chunk, [.., C, D]."""
 
     def before_token(self) -> "_Decays":
-        """Return the decays up to each token without its own decay, which are those up to the token before."""
+        """Return the decays up to each token without its own decay, i.e. the decays up to the previous token."""
         across = [(_shift(second), first) for second, first in self.across]
         within = torch.cat([torch.zeros_like(self.within[..., :1, :, :]), self.within[..., :-1, :, :]], -3)
         return _Decays(within, across, _shift(self.from_start), self.to_end)

@@ -98,7 +98,7 @@ def gated_delta_product(
 ) -> Result:
     """Apply the delta rule for each of the `num_householder` keys and values of a token; k, v, beta [B, T num, H, ...].
 
-    The state decays before the first of them, and the query reads it after the last.
+    The state decays before the first of these steps, and the query reads it after the last.
     """
 
     def at_step(x: Tensor, step: int) -> Tensor:
@@ -172,7 +172,8 @@ def path_attn(
     """
     key_heads = k.shape[2]
     q, k, v, w, beta = (_repeat_heads(x, q.shape[2]).transpose(1, 2) for x in (q, k, v, w, beta))
-    # coefficients[t, s]: the multiple of w_t that token t subtracts from key s. It depends on those of the tokens between.
+    # coefficients[t, s]: the multiple of w_t that token t subtracts from key s. It depends on the coefficients of the
+    # tokens between s and t.
     scaled_w = w * beta[..., None]
     coefficients = torch.linalg.solve_triangular(
         (scaled_w @ w.mT).tril(-1), (scaled_w @ k.mT).tril(-1), upper=False, unitriangular=True

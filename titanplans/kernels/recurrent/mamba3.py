@@ -83,8 +83,9 @@ def _scan(x, adt, dt, trap, angles, b, c, interleaved):
     rotation = (math.pi * dt[..., None] * angles.tanh()).cumsum(1)[:, :, None]  # [B, T, 1, H, A]
     b, c = _rotate(b, rotation, interleaved), _rotate(c, rotation, interleaved)
     current, previous = dt * trap, dt * (1 - trap) * adt.exp()
-    # The output is linear in the state, and the state in its 2 R writes per token (R ranks of the current and R of the
-    # previous token). So each pair of a query rank and a write is one head of linear attention, and the heads are summed.
+    # The output is linear in the state. The state is linear in its 2 R writes per token: R ranks of the current token, and
+    # R ranks of the previous token. So each pair of a query rank and a write is one head of linear attention, and the
+    # heads are summed.
     values = torch.cat([current[:, :, None, :, None] * x, previous[:, :, None, :, None] * _shift(x)], 2)
     keys = torch.cat([b, _shift(b)], 2)
     ranks, writes = c.shape[2], keys.shape[2]

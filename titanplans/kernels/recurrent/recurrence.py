@@ -1,7 +1,7 @@
 """Adapt the `formulas` of recurrences to the signatures of FLA's kernels. Start at `by_formula`.
 
-The adapter adds what all kernels have: accumulation dtypes, packed sequences, states in the layout [V, K], the default
-scale, and the preprocessing of inputs.
+The adapter adds the features that all kernels have: accumulation dtypes, packed sequences, states in the layout [V, K],
+the default scale, and the preprocessing of inputs.
 """
 
 import functools
@@ -45,7 +45,8 @@ _WITHOUT_EFFECT = (
     *("cu_seqlens_cpu", "chunk_indices", "chunk_size", "checkpoint_level", "safe_gate", "lower_bound"),
     *("max_CG_iteration", "disable_recompute"),
 )
-"""How a kernel divides its work, what it assumes of inputs, and the accuracy of a solution that is exact here."""
+"""Arguments without effect: how a kernel divides its work, its assumptions about inputs, and the accuracy of a solution
+that is exact here."""
 
 
 class Recurrence(NamedTuple):

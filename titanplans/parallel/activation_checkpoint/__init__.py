@@ -1,7 +1,7 @@
 """Activation checkpointing with torch's checkpoint wrapper, by the options of `ActivationCheckpoint`.
 
 `apply` finds and wraps modules; `operators` keeps outputs of some operators of a recomputed block; `keep_mixer` keeps the
-activations of a module.
+activations of the token mixer in a recomputed block.
 """
 
 from titanplans.parallel.activation_checkpoint.apply import (

@@ -18,7 +18,7 @@ from titanplans.torch_private.modules import ActivationWrapper, checkpoint_wrapp
 _BUDGET = "_activation_memory_budget"
 
 _WHY_NOTHING = {
-    "selective": "every one of its lists of blocks is shorter than that",
+    "selective": "each of its lists of blocks is shorter than that number",
     "mlp": "none of its blocks has an MLP under one of the usual names",
     "keep_mixer": "none of its blocks has a token mixer under one of the usual names",
 }
@@ -28,14 +28,14 @@ _WHY_NOTHING = {
 def apply_activation_checkpointing(
     model: nn.Module, options: Any, dump_folder: str = "", names: Sequence[str] | None = None
 ) -> None:
-    """Apply activation checkpointing to the blocks of `model`, in place; names in state dicts stay.
+    """Apply activation checkpointing to the blocks of `model`, in place; names in state dicts do not change.
 
     Args:
         model: the model, before it is compiled.
         options: an `ActivationCheckpoint`, or a torchtitan ActivationCheckpointing.Config.
-        dump_folder: folder for the picture of a memory budget.
-        names: for a pipeline stage, the modules to recompute, which were found in the unsplit model, because a policy counts
-            blocks. None: find them in `model`.
+        dump_folder: folder for torch's plot of memory budgets (`visualize_memory_budget_pareto`).
+        names: for a pipeline stage, the modules to recompute. They were found in the unsplit model, because a policy such
+            as "every second block" counts the blocks of all stages. None: find the modules in `model`.
 
     Raises:
         PlanError, ParallelError: as `check_activation_checkpointing`, before `model` is changed.
@@ -104,7 +104,7 @@ def check_activation_checkpointing(model: nn.Module, options: ActivationCheckpoi
                 recomputed += block.mlps
             elif index % every == 0 and (options.mode != "keep_mixer" or block.mixers):
                 recomputed.append(name)
-    # Attributes of transformers' models: the name since version 5, and the one before.
+    # Attributes of transformers' models: the first name is that of version 5, the second one is older.
     flag = "is_activation_checkpointing"
     if getattr(model, flag if hasattr(model, flag) else "is_gradient_checkpointing", False):
         raise ParallelError(

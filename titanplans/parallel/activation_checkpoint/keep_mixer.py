@@ -1,6 +1,7 @@
-"""`Kept`: a module inside a recomputed block, its token mixer, that is not recomputed, whichever kernels it calls.
+"""`Kept`: the wrapper of a token mixer that is not recomputed with its block, whichever kernels the mixer calls.
 
-Unlike `operators`, it also works for Triton kernels and autograd.Functions, but not in a compiled block.
+Unlike the functions of `operators`, `Kept` also works for Triton kernels and autograd.Functions, but not in compiled
+blocks.
 """
 
 import threading
@@ -46,7 +47,7 @@ def keep_modules() -> tuple["_Run", "_Run"]:
 
 
 class _Run(AbstractContextManager[None]):
-    """The context of a call's forward or recomputation; the latter may be entered again, if a graph is retained."""
+    """The context of a call's forward or recomputation; a retained graph enters the context of the recomputation again."""
 
     def __init__(self, call: _Call, recomputes: bool):
         self.call, self.recomputes = call, recomputes
@@ -63,7 +64,7 @@ class Kept(ActivationWrapper):
     """Run a module only in the forward, and return the forward's output in the recomputation of the block around it.
 
     Args:
-        module: the module; its names in state dicts stay.
+        module: the module; names in state dicts do not change.
         preserve_rng_state: in the recomputation, set the random generators to their state after the module's forward, so
             that later dropout drops the same elements.
     """

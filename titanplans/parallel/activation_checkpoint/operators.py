@@ -18,13 +18,13 @@ from titanplans.torch_private.dispatch import schema
 
 
 def _present(namespace: str, *names: str) -> frozenset[Any]:
-    """Return the default overloads of the operators of these names that this build of torch has."""
+    """Return the default overloads of the operators `names`; operators that this build of torch lacks are left out."""
     packets = (getattr(getattr(torch.ops, namespace), name, None) for name in names)
     return frozenset(packet.default for packet in packets if packet is not None)
 
 
-# Products of activations and weights. Not bmm, which computes attention scores, whose size grows with the square of the
-# length.
+# Products of activations and weights. Not bmm: it computes attention scores, whose size grows with the square of the
+# sequence length.
 MATMULS = _present("aten", "mm", "addmm", "linear", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm")
 ATTENTION = _present(
     "aten",
@@ -58,7 +58,8 @@ def check_operators(model: nn.Module, options: ActivationCheckpoint) -> None:
     """
     if _find(options) & MATMULS:
         raise options.error(
-            _OPERATORS, "one is a matrix product, for which per_op_sac_matmuls decides: leave it out"
+            _OPERATORS,
+            "one operator is a matrix product, and per_op_sac_matmuls decides about these: leave it out",
         )
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     for substring in options.per_op_sac_force_recompute_mm_shapes_by_fqns:
@@ -77,7 +78,7 @@ def keep_operators(
     keep |= ATTENTION if options.per_op_sac_keep_attention else frozenset()
     keep |= COLLECTIVES if options.per_op_sac_keep_collectives else frozenset()
     matmuls = options.per_op_sac_matmuls
-    # (inputs, outputs) as the matrix products see them: `module.weight` returns the local tensor of a split weight.
+    # (inputs, outputs) of the local tensors, since `module.weight` of a split module returns its local tensor.
     never_kept = {
         (module.weight.shape[1], module.weight.shape[0])
         for inner, module in block.named_modules(prefix=name)
@@ -106,7 +107,7 @@ def keep_operators(
 
 
 def _find(options: ActivationCheckpoint) -> frozenset[Any]:
-    """Return the overloads of the user's operators to keep, "namespace::name" or "namespace::name.overload"."""
+    """Return the overloads of the operators that the options name, as "namespace::name" or "namespace::name.overload"."""
     operators: set[Any] = set()
     for name in options.per_op_sac_keep_operators:
         namespace, _, rest = name.partition("::")

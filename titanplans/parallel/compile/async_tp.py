@@ -77,8 +77,8 @@ def install_passes() -> None:
 def prepare(model: nn.Module) -> None:
     """Switch off `fuse_swiglu` in the MLPs of flash-linear-attention, so that their last matrix product can be fused.
 
-    With `fuse_swiglu` the activation and that product are one function outside of every graph. Computed separately they
-    return the same values, but the output of the activation is saved for the backward.
+    With `fuse_swiglu` the activation and the last product are one function outside of every graph. Computed separately,
+    they return the same values, but need more memory: the output of the activation is saved for the backward.
     """
     apart = [
         m for m in model.modules() if getattr(m, "fuse_swiglu", None) is True and hasattr(m, "down_proj")
@@ -107,8 +107,8 @@ def check_fused(mesh: Any, unfused: str = "error") -> Fused:
     if record is None:
         raise ParallelError(
             "enable_async_tensor_parallel: inductor's graphs are not recorded, so fused collectives can't be counted: "
-            "switch it on with async_tp.enable, and append to torch._inductor.config.post_grad_custom_post_pass "
-            "instead of replacing it"
+            "call async_tp.enable before the first forward, and do not replace "
+            "torch._inductor.config.post_grad_custom_post_pass afterwards"
         )
     group = tuple(dist.get_process_group_ranks(mesh.get_mesh("tp").get_group()))
     collectives = [c for c in record.collectives(group) if c.operation in ("all_gather", "reduce_scatter")]

@@ -51,7 +51,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 def apply_compile(
     model: nn.Module, compile_config: Compile, parallel_dims: Any, *, async_tensor_parallel: bool = False
 ) -> None:
-    """Compile each block in place; names and parameters stay. Equal blocks share compiled code.
+    """Compile each block in place; names and parameters do not change. Equal blocks share compiled code.
 
     By default a block must compile to one graph, else its first call raises an error. Blocks with graph breaks are allowed
     in three cases: their routers' logits are recorded (`output_router_logits`), which a graph can't do; they have modules of
@@ -61,7 +61,7 @@ def apply_compile(
 
     Args:
         model: the model, with activation checkpointing applied.
-        compile_config: the options of torch.compile; If its `fullgraph` is None, the rule above holds.
+        compile_config: the options of torch.compile. If `fullgraph` is None, the rule above holds.
         parallel_dims: has the mesh "tp", for async tensor parallelism.
         async_tensor_parallel: overlap the collectives of the TP group with matrix products.
 
@@ -95,11 +95,11 @@ def apply_compile(
         )
     if async_tensor_parallel:
         async_tp.enable(model, parallel_dims)
-    # Otherwise dynamo refuses Python side effects in a checkpointed block, since the recomputation would repeat them. The
-    # setting is the process's, and is read when a block first runs.
+    # Without this setting dynamo refuses Python side effects in a checkpointed block, since the recomputation would repeat
+    # them. The setting holds for the process, and torch uses its value at the time when a block first runs.
     dynamo_config().skip_fwd_side_effects_in_bwd_under_checkpoint = True
-    # One backend object for all blocks with a memory budget, which all have the same one: blocks with different backends do
-    # not share compiled code.
+    # All blocks have the same memory budget, so one backend object is made for all of them: blocks with different backend
+    # objects do not share compiled code.
     budget = next(filter(None, (memory_budget(block) for _, block in blocks)), None)
     within_budget = backend if budget is None else _budgeted(backend, budget)
     limit = RECOMPILATIONS * count_kinds(block for _, block in blocks)
@@ -139,8 +139,8 @@ def compile_loss(fn: F, compile_config: Compile) -> F:
 def compile_optimizer(optimizer: torch.optim.Optimizer, compile_config: Compile) -> torch.optim.Optimizer:
     """Compile the step of `optimizer` in place and return it; options as for `compile_loss`.
 
-    Learning rates become tensors: a float would be a constant of the compiled step, which every change of it would
-    recompile. Schedulers may be attached before or after.
+    Learning rates become tensors: a float would be a constant of the compiled step, and every change of the learning rate
+    would compile the step again. Schedulers may be attached before or after this call.
 
     Raises:
         ParallelError: the optimizer is fused, is Muon, or is foreach with capturable=False, which takes no tensor as lr.
@@ -232,7 +232,8 @@ def _blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _budgeted(backend: Any, budget: dict[str, Any]) -> Callable[..., Any]:
     """Return a backend that runs `backend` with AOTAutograd's settings in `budget`, which are restored afterwards."""
-    # The only objects of unknown size in these graphs are device meshes, which are no activations.
+    # The only objects of unknown size in these graphs are device meshes. They are not activations, so their size counts as
+    # 0.
     settings = budget | zero_size_script_objects()
 
     def compile_within(graph: torch.fx.GraphModule, example_inputs: Any) -> Any:

@@ -33,13 +33,15 @@ def _calls_disabled(cls: type[nn.Module]) -> bool:
 def end_graphs_at_kernels(block: nn.Module) -> None:
     """Exclude FLA's leaf modules that call its kernels from the graphs of `block`.
 
-    FLA disables torch.compile for its kernels inside autograd Functions, where a graph can't be resumed. The code around a
-    kernel (a check of its inputs, a reshape) would become graphs of one or two operators, each with guards to check at
-    every call, which count towards torch's limit of recompilations. So the module around the kernel is excluded instead.
+    FLA disables torch.compile for its kernels. The kernels are called inside autograd Functions, where dynamo can't
+    continue a graph. The code around a kernel (a check of its inputs, a reshape) would become graphs of one or two
+    operators, each with guards to check at every call, which count towards torch's limit of recompilations. So the module
+    around the kernel is excluded instead.
 
     The rest of the block then is one graph from kernel to kernel, across modules, so a collective at a region's border is in
-    one graph with the matrix product of its output. That needs torch's setting `nested_graph_breaks`, which is the
-    process's and is read when a block first runs. On torch 2.11, where that setting is broken, each module is one graph.
+    one graph with the matrix product of its output. That needs torch's setting `nested_graph_breaks`, which holds for the
+    process; torch uses its value when a block first runs. On torch 2.11, where that setting is broken, each module is one
+    graph.
     """
     for module in block.modules():
         cls = type(module)
@@ -53,7 +55,10 @@ def end_graphs_at_kernels(block: nn.Module) -> None:
 
 @cache
 def _leads_out(cls: type[nn.Module]) -> bool:
-    """Whether the forward of `cls` reaches a function that torch.compile is disabled for, by the names in its code."""
+    """Whether the forward of `cls` calls, also indirectly, a function that torch.compile is disabled for.
+
+    Called functions are found by the names in the code.
+    """
     if is_disabled(cls.forward):
         return False  # it is excluded already
     seen: set[int] = set()

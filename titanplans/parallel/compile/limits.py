@@ -74,7 +74,9 @@ def compile_at_most(function: Callable[..., Any], limit: int, **options: Any) ->
     compiled = torch.compile(function, **options)
 
     @functools.wraps(compiled)
-    def call(*args: Any, **kwargs: Any) -> Any:  # torch 2.11 has one limit for the process
+    def call(
+        *args: Any, **kwargs: Any
+    ) -> Any:  # torch 2.11 has only one recompilation limit, for the whole process
         with dynamo_config().patch(recompile_limit=limit):
             return compiled(*args, **kwargs)
 

@@ -1,5 +1,5 @@
-"""Two graph passes around inductor's `micro_pipeline_tp`: `Expose` rewrites products so that it can fuse them, and
-`Overlap` overlaps collectives that it did not fuse with independent products.
+"""Two graph passes around inductor's `micro_pipeline_tp`: before it, `Expose` rewrites products so that they can be fused;
+after it, `Overlap` overlaps the collectives that were not fused with independent products.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -43,9 +43,10 @@ def overlap(graph: torch.fx.Graph) -> None:
     """Reorder `graph` so that independent products run between each collective that was not fused and its wait.
 
     The gradient of a region's input is a sum over its projections, and `micro_pipeline_tp` fuses no reduce-scatter of a sum.
-    But the weight gradients of the projections are independent of it. So each collective is issued as soon as its input
-    is computed, independent products follow, then the wait, as in Megatron-LM's Linear (Korthikanti et al. 2022, "Reducing
-    Activation Recomputation", section 4.2.2). Only the order of operators changes, not their results.
+    But the weight gradients of the projections do not depend on the result of that reduce-scatter. So each collective is
+    issued as soon as its input is computed, independent products follow, then the wait, as in Megatron-LM's Linear
+    (Korthikanti et al. 2022, "Reducing Activation Recomputation", section 4.2.2). Only the order of operators changes, not
+    their results.
 
     Inductor's `aten_distributed_optimizations.enable_overlap_scheduling` uses estimated times, which need a GPU. This order
     depends only on the graph.
@@ -78,10 +79,11 @@ def _sink(start: torch.fx.Node, wait: torch.fx.Node) -> None:
 
 
 def _fill(start: torch.fx.Node, windows: Sequence[tuple[torch.fx.Node, torch.fx.Node]]) -> None:
-    """Place independent products after `start`: issue it earlier, or delay the products.
+    """Place independent products after `start`: issue `start` earlier, or run the products later.
 
-    If a sum of gradients is reduce-scattered, these are the weight gradients of the same projections, else any products of
-    the same region. No product is delayed beyond the region's border, since its inputs would stay in memory until then.
+    If the collective reduce-scatters a sum of gradients, the products are the weight gradients of the same projections;
+    otherwise they are any products of the same region. No product is delayed beyond the region's border, since its inputs
+    would stay in memory until then.
 
     Args:
         start: the node that issues a collective.
@@ -132,7 +134,7 @@ def _delay(
 
 
 def _sources(product: torch.fx.Node) -> set[torch.fx.Node]:
-    """Return the inputs of a product, before operators that only change their layout or dtype."""
+    """Return the inputs of a product; operators that only change an input's layout or dtype are skipped."""
 
     def source(node: torch.fx.Node) -> torch.fx.Node:
         while name_of(node) in _LAYOUTS:
@@ -150,11 +152,13 @@ _aten = torch.ops.aten
 
 
 class Expose(graph_pass()):  # pyrefly: ignore[invalid-inheritance]
-    """An inductor pass that rewrites products of gathered sequences before `micro_pipeline_tp`, which fuses more of them.
+    """An inductor pass that rewrites products of gathered sequences, so that `micro_pipeline_tp` can then fuse more of
+    them.
 
-    That pass matches reshape, mm, reshape: from the gathered sequence to a matrix and back. A mixture of experts works on
-    flattened tokens, without the last reshape, and a product with a bias is one operator, addmm. Both are rewritten by the
-    same products and sums.
+    `micro_pipeline_tp` fuses only the sequence of operators reshape, mm, reshape, from the gathered sequence to a matrix
+    and back. It does not match a mixture of experts, which works on flattened tokens without the last reshape, nor a
+    product with a bias, which is the single operator addmm. Both are rewritten into that sequence; the products and sums
+    stay the same.
     """
 
     def __call__(self, graph: torch.fx.Graph) -> None:

@@ -22,11 +22,11 @@ def shard_model(
     mesh: DeviceMesh,
     config: FSDP2Config | None = None,
 ) -> list[FSDPUnit]:
-    """Shard, in place, each module of `model` for which a condition holds, and the root with the rest.
+    """Shard in place each module of `model` for which a condition holds, and the root module with all other parameters.
 
-    Units may be nested; the outer one then has only the parameters that are in no inner one. Modules without parameters are
-    skipped. With fsdp_reshard_after_forward = "default" every unit is resharded after its forward, except the root and, if
-    the model has a list of blocks, the last block.
+    FSDP units may be nested; an outer unit then has only the parameters that are in no inner unit. Modules without
+    parameters are skipped. With fsdp_reshard_after_forward = "default" every unit is resharded after its forward, except
+    the root and, if the model has a list of blocks, the last block.
 
     Args:
         model: any module, before its first forward, on meta or not.

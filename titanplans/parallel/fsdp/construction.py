@@ -13,11 +13,12 @@ from titanplans.torch_private.swapped import swapped
 
 @contextmanager
 def independent_of_world() -> Iterator[None]:  # private: torch chunks all shards
-    """Make calls of `fully_shard` in the body do only this rank's work; the shards and meshes they make are equal.
+    """In the body of the `with`, `fully_shard` does only this rank's work. The resulting shards and meshes are the usual
+    ones.
 
-    FSDP2 of torch 2.13 chunks each parameter for all ranks, to take one chunk. For each parameter that is split over
-    tensor-parallel ranks it creates a mesh of both dimensions, which has a tuple of all ranks (150 kB at 4,096 ranks).
-    So its function for chunks is swapped for a lazy one, and equal meshes are created once.
+    FSDP2 of torch 2.13 makes the chunks of each parameter for all ranks, and uses one chunk. For each parameter that is
+    split over tensor-parallel ranks it also creates a 2-D mesh, which holds a tuple of all ranks (150 kB at 4,096 ranks).
+    Here chunks are made only when they are used, and equal meshes are created once.
     """
     concatenate = DeviceMesh._concatenate
     once = cache(lambda meshes: concatenate(list(meshes)))

@@ -23,9 +23,9 @@ def split_dtypes(
 ) -> list[FSDPUnit]:
     """Return `units` with inner units for the modules whose parameters have another dtype than the rest of the unit.
 
-    The dtype of most elements stays in the outer unit. Frozen parameters of any dtype may stay too, since they have no
-    gradients to reduce. Parameters that the model keeps in float32 while FSDP casts to `param_dtype` get inner units
-    (`FSDPUnit.kept`), frozen or not.
+    Parameters with the dtype of most elements stay in the outer unit. Frozen parameters of any dtype may stay there too,
+    since they have no gradients to reduce. Parameters that the model keeps in float32 while FSDP casts to `param_dtype`
+    get inner units (`FSDPUnit.kept`), frozen or not.
 
     Raises:
         ParallelError: one module directly holds parameters of two dtypes, or a parameter has no dimension.
@@ -40,8 +40,8 @@ def split_dtypes(
         def refuse_kept(named: dict[Kind, str], module: str) -> ParallelError:
             return ParallelError(
                 f"{class_name(model)} keeps {named[True]} in float32, and {named[False]} of the same module, {module}, "
-                f"would compute in {str(param_dtype).removeprefix('torch.')}: FSDP casts all parameters of a module itself "
-                "to one dtype; leave mixed_precision_param out, or take autocast_dtype"
+                f"would compute in {str(param_dtype).removeprefix('torch.')}: FSDP casts all parameters that "
+                "one module holds directly to one dtype; leave mixed_precision_param out, or take autocast_dtype"
             )
 
         split = _split(model, split, lambda name, param: keeps(name), refuse_kept)
@@ -51,7 +51,7 @@ def split_dtypes(
     result = []
     for unit in split:
         outer = next(by_dtype)
-        # Inner units are one list, innermost first: an inner unit's own inner units come before it.
+        # All inner units are in one flat list, innermost first: a unit comes after the units inside it.
         inner = [
             each
             for kept in islice(by_dtype, len(unit.inner))
@@ -76,9 +76,10 @@ def _split(
     kind: Callable[[str, nn.Parameter], Kind],
     refuse: Callable[[dict[Kind, str], str], ParallelError],
 ) -> list[FSDPUnit]:
-    """Return `units` with inner units for the modules of another kind than most elements of the unit, innermost first.
+    """Return `units` with inner units for modules whose parameters differ in kind from most elements of the unit.
 
-    `kind` returns the kind of a parameter; `refuse` returns the error for a module that holds parameters of two kinds.
+    `kind` returns the kind of a parameter. `refuse` returns the error for a module that holds parameters of two kinds.
+    Inner units are listed innermost first.
     """
     taken = {name for unit in units for name in unit.names}
 

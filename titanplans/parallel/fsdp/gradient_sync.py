@@ -31,8 +31,8 @@ def accumulate(
                 loss_of(model, batch).backward()
 
     Memory: with "all" every rank holds full gradients until the last backward, in `reduce_dtype` (4 bytes per parameter in
-    float32), instead of those of one unit. "replicas" holds only shards. `keep_gathered` adds full parameters in
-    `param_dtype`.
+    float32), instead of the full gradients of only one unit. With "replicas" a rank holds only shards of gradients.
+    `keep_gathered` adds full parameters in `param_dtype`.
 
     An exception in the body drops all gradients of the step (`forget_gradients`). To abandon a step between two micro
     batches, call that function.
@@ -42,8 +42,8 @@ def accumulate(
         last: whether this is the last micro batch before the optimizer's step.
         defer: which reductions wait for the last micro batch. "all": every reduction, so `.grad` is unchanged until then.
             "replicas": under HSDP only the all-reduce over replicas; the reduce-scatter runs in every backward. "nothing":
-            none. Only the last backward waits for its reductions: before it, `.grad` may be incomplete on a device with
-            streams.
+            no reduction waits. Only the last backward waits until its reductions are complete: after an earlier backward
+            `.grad` may be incomplete on a device with streams.
         keep_gathered: keep parameters gathered from one micro batch to the next, so that later forwards gather only the
             units that are resharded between forward and backward.
 
@@ -78,7 +78,8 @@ def accumulate(
 def forget_gradients(model: nn.Module) -> None:
     """Drop all gradients of an abandoned step, including those whose reduction waits for the last micro batch.
 
-    `zero_grad` does not drop the latter: FSDP2 holds them outside of `.grad`, and would add them to the next step's.
+    `zero_grad` does not drop gradients that are not reduced yet: FSDP2 holds them outside of `.grad`, and would add them
+    to the gradients of the next step.
 
     Args:
         model: a model sharded by FSDP2.
@@ -103,9 +104,9 @@ def unsharded(model: nn.Module) -> Iterator[None]:
     """
     root = _root(model)
     units = _units(model)
-    # These are private: FSDP2's setter takes no number of ranks, and it has no getter.
+    # These attributes are private: FSDP2's public setter takes no number of ranks, and there is no public getter.
     before = [fsdp_group(unit).post_forward_mesh_info for unit in units]
-    # A forward computes the scales before it gathers; here parameters are gathered before the forward.
+    # Usually a forward computes the float8 scales before it gathers. Here the parameters are gathered before the forward.
     compute_scales(model)
     try:
         with torch.no_grad():

@@ -20,8 +20,9 @@ _FOR_TOWERS = ("pixel", "image", "video", "vision", "audio", "feature")
 def check_images(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config) -> RemovableHandle:
     """Check before each forward of `model` that either all ranks of `mesh` pass images to it, or none does.
 
-    Only ranks with images run a tower, and all-gather its FSDP units. The collectives of a rank without images, which goes
-    on to the decoder's units, would be matched with them: they would hang, or exchange wrong tensors.
+    Only ranks with images run a tower, and all-gather its FSDP units. A rank without images continues with the units of
+    the decoder, and its collectives would be matched with the other ranks' collectives of the tower: they would hang, or
+    exchange wrong tensors.
 
     The check is an all-reduce of two integers per mesh dimension, for which the host waits. Images are recognised by the
     name of the argument.

@@ -1,4 +1,4 @@
-"""Explicit prefetch: set the FSDP units that each unit gathers ahead, in the order of execution."""
+"""Explicit prefetch: each FSDP unit gathers the next units, in the order of execution, ahead of their use."""
 
 from collections.abc import Sequence
 
@@ -18,9 +18,10 @@ def check_depth(config: FSDP2Config, option: str, units: int, ranks: int) -> Non
 
 
 def chain_units(model: nn.Module, units: Sequence[FSDPUnit], forward: int, backward: int) -> None:
-    """Let each unit of `find_units` prefetch the next `forward` units, in the backward `backward`; 0: torch's default.
+    """Let each unit prefetch the next `forward` units in the forward, and the next `backward` units in the backward.
 
-    The root, embedding, blocks and ends are one chain. Each tower is another one, since a batch may have no images.
+    0 leaves torch's default. `units` are the result of `find_units`. The root, the embedding, the blocks, and the final norm
+    with the head are one chain of units. Each vision tower is a separate chain, since a batch may have no images.
     """
     if not forward and not backward:
         return

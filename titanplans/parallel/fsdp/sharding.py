@@ -89,7 +89,7 @@ _TORCH_2_13 = (
     ("fsdp_towers", "root", "set_reduce_scatter_unused_params"),
     ("enable_fsdp_symm_mem", True, "set_symm_mem_for_comm"),
 )
-"""Options, their values, and the method of FSDPModule that they need and torch 2.11 lacks."""
+"""Options, the values of them that torch 2.11 does not support, and the method of FSDPModule that torch 2.11 lacks."""
 
 
 def check_mesh(mesh: DeviceMesh, config: FSDP2Config) -> None:
@@ -108,11 +108,11 @@ def check_mesh(mesh: DeviceMesh, config: FSDP2Config) -> None:
                 f"parameters are sharded over {size} ranks: {either(divisors)} of them can hold a copy",
             )
         if ranks not in (1, size) and mesh.size() != dist.get_world_size():
-            # FSDP2 creates the smaller groups with one name on all ranks, so creating several of them deadlocks.
+            # FSDP2 gives all the smaller groups the same name, so the creation of several such groups deadlocks.
             raise config.error(
                 "fsdp_reshard_after_forward",
-                f"torch can reshard to some ranks only where data parallelism covers all {dist.get_world_size()} ranks, "
-                f"here {mesh.size()}: take default, or set the other degrees to 1",
+                f"torch can reshard to a part of the ranks only if data parallelism covers all {dist.get_world_size()}, "
+                f'and here it covers {mesh.size()}: set it to "default", or set the other degrees to 1',
             )
     on_nvidia = mesh.device_type == "cuda" and torch.version.hip is None
     if config.enable_fsdp_symm_mem and on_nvidia and torch.cuda.get_device_capability() < (9, 0):
@@ -164,7 +164,7 @@ def apply_units(
         for unit in sorted(units, key=_depth, reverse=True):
             for part in (*unit.inner, unit):
                 modules = [model.get_submodule(name) for name in part.names]
-                # By `unit`, not by `part`: an inner unit stays gathered as long as the outer one.
+                # Decided for the outer `unit`, not for `part`: an inner unit stays gathered as long as the outer unit.
                 reshard = _reshards(unit, config, record_of(model).stage is not None)
                 reshards_to_some = not isinstance(reshard, bool)
                 policy = outside if part.role == "root" else inside
@@ -213,7 +213,10 @@ def _reshards(unit: FSDPUnit, config: FSDP2Config, stage: bool) -> bool | int:
         case "never" | 1:  # resharding to 1 rank is not resharding; FSDP2 refuses a 1
             return False
         case ranks:
-            if unit.last or unit.role in ("ends", "root"):  # the backward needs them first
+            if unit.last or unit.role in (
+                "ends",
+                "root",
+            ):  # the backward uses these parameters first, so they stay gathered
                 return False
             return True if ranks == "default" else ranks
 
@@ -236,8 +239,8 @@ def _before_reducing(
 
 
 def _reshard_to(group: Any, mesh_info: Any) -> None:  # private: torch FSDPParamGroup
-    """Set the mesh to which the parameters of `group` are resharded after the forward, created by another group."""
+    """Set the mesh to which `group` reshards its parameters after the forward; another group has created this mesh."""
     for holder in (group, *group.fsdp_params):
         holder.post_forward_mesh_info = mesh_info
-    for param in group.fsdp_params:  # its sizes are still those of the mesh before
+    for param in group.fsdp_params:  # the sizes of the shards still belong to the previous mesh
         param._init_sharded_post_forward_param_metadata(torch.empty(param._orig_size, device="meta"))

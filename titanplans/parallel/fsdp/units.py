@@ -21,15 +21,15 @@ Role = Literal["tower", "embedding", "block", "ends", "condition", "dtype", "exp
 
 @dataclass(frozen=True)
 class FSDPUnit:
-    """One or several modules, by fully qualified names, whose parameters below them are communicated together.
+    """One or several modules, by fully qualified names, whose parameters are communicated together.
 
-    Parameters of other units below them are not included.
+    The parameters below these modules are included, except those of other units.
     """
 
     names: tuple[str, ...]
     role: Role
     last: bool = False
-    """It is the decoder's last block, whose backward comes first: it stays gathered until then."""
+    """This is the decoder's last block. Its backward comes first, so it stays gathered until then."""
     inner: tuple["FSDPUnit", ...] = field(default=())
     """Units inside this one, for parameters with another dtype, compute dtype or mesh; innermost first."""
     kept: bool = False
@@ -42,7 +42,7 @@ class FSDPUnit:
 def find_units(model: nn.Module, towers: Literal["blocks", "root"] = "blocks") -> list[FSDPUnit]:
     """Return the units of a decoder in the order of its forward: root, towers, embedding, blocks, ends.
 
-    The ends are the final norm and the head. An embedding that is tied to the head is in one unit with them, at the
+    The ends are the final norm and the head. If the embedding is tied to the head, embedding and ends are one unit, at the
     embedding's position. The root has all parameters that are in no other unit.
 
     Args:
@@ -67,7 +67,7 @@ def find_units(model: nn.Module, towers: Literal["blocks", "root"] = "blocks") -
 
 
 def managed(model: nn.Module, unit: FSDPUnit, units: Sequence[FSDPUnit]) -> dict[str, nn.Parameter]:
-    """Return the parameters of `unit` by name: those below its modules that are in no other of `units`."""
+    """Return the parameters of `unit` by name: all parameters below its modules that belong to no other of `units`."""
     others = {name for other in flat(units) if other.names != unit.names for name in other.names}
     params: dict[str, nn.Parameter] = {}
     for name in unit.names:
@@ -117,8 +117,8 @@ def refuse_ties(model: nn.Module, units: Sequence[FSDPUnit]) -> None:
 
 def _refuse_tie(first: FSDPUnit, name: str, second: FSDPUnit, other: str) -> None:
     raise ParallelError(
-        f"{name} and {other} are one parameter in two FSDP units ({first}; {second}): untie them, or shard by "
-        "conditions that leave both modules to one unit"
+        f"{name} and {other} are one parameter in two FSDP units ({first}; {second}): untie them, or call "
+        "shard_model with conditions that put both modules into one unit"
     )
 
 

@@ -11,7 +11,7 @@ NOT_FOR_DDP = (
 
 
 def refuse_degrees(degrees: Any, *, ddp: bool = False, stage: bool = False) -> None:
-    """Refuse a pipeline degree except for a stage, and under DDP also tensor-, expert-parallel and sharding degrees.
+    """Refuse a pipeline degree above 1 unless `stage` is set, and under DDP also the degrees tp, ep and dp_shard above 1.
 
     Args:
         degrees: resolved `Degrees`, a `Mesh` or torchtitan's ParallelDims.
@@ -23,7 +23,7 @@ def refuse_degrees(degrees: Any, *, ddp: bool = False, stage: bool = False) -> N
     """
     if degrees.pp > 1 and not stage:
         raise ParallelError(
-            f"pp = {degrees.pp}: only jobs build pipeline stages, and this entry takes a complete model: set it to 1, or "
+            f"pp = {degrees.pp}: only jobs build pipeline stages, and this function takes a complete model: set pp to 1, or "
             f"start a job with parallelism.pipeline_parallel_degree = {degrees.pp}"
         )
     if ddp and degrees.ep > 1:

@@ -45,7 +45,7 @@ class Mesh:
     mesh with the tensor-parallel mesh.
 
     Args:
-        degrees: at most one of them -1, which is computed from the world size.
+        degrees: at most one of them may be -1; it is computed from the world size.
         device_type: "cpu", "cuda", ...: the device of the tensors that are communicated.
 
     Raises:
@@ -61,7 +61,7 @@ class Mesh:
     """1: no expert parallelism; TP splits each expert's width."""
 
     dp_enabled: bool
-    """Whether the size of the axis or combination is above 1, as for the other names below."""
+    """Whether the size of this combination of axes is above 1; the same for the attributes below."""
     dp_replicate_enabled: bool
     dp_shard_enabled: bool
     fsdp_enabled: bool
@@ -111,7 +111,7 @@ class Mesh:
         return self._meshes[key]
 
     def get_optional_mesh(self, names: str | Sequence[str]) -> DeviceMesh | None:
-        """Return `get_mesh(names)`; None if one of `names` has size 1 and is not "fsdp".
+        """Return `get_mesh(names)`; None if one of `names`, other than "fsdp", has size 1.
 
         "fsdp" is always returned, as in torchtitan: FSDP over one rank still applies mixed precision.
         """
@@ -138,10 +138,11 @@ class Mesh:
         return _root_mesh(sizes | {"efsdp": d.dp_shard * d.cp * d.tp // d.ep, "ep": d.ep}, device_type)
 
     def _combine(self) -> dict[str, DeviceMesh]:
-        """Return the mesh of each combination, without a second communicator for the same ranks: they cost memory.
+        """Return the mesh of each combination. The same ranks never get a second communicator, since communicators cost
+        memory.
 
-        A combination with at most one axis longer than 1 is the mesh of that axis, under the axis' name. dp_cp is dp or
-        fsdp if it has the same ranks.
+        A combination with at most one axis longer than 1 is the mesh of that axis, with the axis' name. If dp_cp has the
+        same ranks as dp or fsdp, it is that mesh.
         """
         by_axes: dict[tuple[str, ...], DeviceMesh] = {}
         combined = {}
@@ -206,7 +207,8 @@ def _group_of_one() -> dist.ProcessGroup:
         return default
     if default.bound_device_id is None:
         return cast(dist.ProcessGroup, dist.new_group([dist.get_rank()], use_local_synchronization=True))
-    # Bound to a device, NCCL creates a group by splitting a communicator, in which all ranks take part.
+    # If NCCL is bound to a device, it creates a group by splitting the communicator of all ranks, so all ranks must take
+    # part.
     return cast(dist.ProcessGroup, dist.split_group(split_ranks=[[rank] for rank in range(default.size())]))
 
 

@@ -48,8 +48,8 @@ def process_group(
 ) -> Iterator[Process]:
     """Initialize the default process group for the body of the `with`, and destroy it afterwards.
 
-    The ranks are those of torchrun's environment variables. If none is set, the group has one process, which needs no
-    address and no port.
+    Rank and world size come from torchrun's environment variables. If none of them is set, the group has one process, and
+    needs no address and no port.
 
     After an exception, including Ctrl-C, the group is aborted instead of destroyed: this rank does not wait for ranks that
     have failed, and ranks that wait for this one get an error. A Ctrl-C during the teardown is handled after it.
@@ -99,7 +99,7 @@ def process_group(
 
 
 def start_process_group(backend: str, timeout: timedelta) -> None:
-    """Initialize the default group of the ranks in torchrun's variables, or of only this process if none is set.
+    """Initialize the default group: its ranks come from torchrun's variables, or it has only this process if none is set.
 
     Raises:
         ParallelError: not all ranks connect within `timeout`.
@@ -108,7 +108,7 @@ def start_process_group(backend: str, timeout: timedelta) -> None:
     arguments: dict[str, Any] = {"backend": backend, "timeout": timeout}
     if (store := rendezvous_store(ranks, timeout)) is not None:
         arguments |= {"store": store, "rank": ranks.rank, "world_size": ranks.world_size}
-    # No device_id: bound to a device, NCCL makes the creation of each subgroup a collective over all ranks.
+    # Without device_id: if NCCL is bound to a device, the creation of each subgroup is a collective over all ranks.
     dist.init_process_group(**arguments)
 
 
@@ -127,7 +127,7 @@ def local_device() -> torch.device:
 
 
 def default_device_type() -> str:
-    """Return the type of the accelerator that torch sees, else "cpu"; also for "mps", which has no collectives."""
+    """Return the type of the accelerator that torch sees; "cpu" without one, or for "mps", which has no collectives."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if accelerator is None or accelerator.type == "mps" else accelerator.type
 
@@ -160,7 +160,7 @@ def _thread_count(threads: int | str, ranks: int, environ: Mapping[str, str]) ->
             raise ParallelError(f"threads = {threads!r}: give an integer of 1 or more, or 'auto'")
         return threads
     omp = environ.get("OMP_NUM_THREADS")
-    # torchrun sets a 1 itself if it starts several ranks on a machine: it is not the user's.
+    # torchrun sets OMP_NUM_THREADS=1 itself if it starts several ranks on a machine; then the user did not choose it.
     is_torchruns = omp == "1" and "TORCHELASTIC_RUN_ID" in environ and ranks > 1
     if omp is not None and not is_torchruns:
         return None

@@ -16,10 +16,12 @@ _POLL_SECONDS = 0.01
 
 
 def rendezvous_store(ranks: Ranks, timeout: timedelta) -> dist.Store | None:
-    """Open a store that only the ranks of a job's current start use; None if torch's own store is such a store.
+    """Open a store that only the ranks of a job's current start use; None if the store that torch would open is such a
+    store.
 
     torchrun has one store for all restarts of a job, in which each rank publishes its address under the same key. So a
-    restarted rank could read addresses of ranks that no longer run. To avoid it, the ranks of one start agree on a prefix.
+    restarted rank could read addresses of ranks that no longer run. To avoid this, the ranks of one start agree on a
+    prefix for their keys.
 
     Raises:
         ParallelError: the launcher's store is gone, or not all ranks connect within `timeout`.
@@ -35,7 +37,8 @@ def rendezvous_store(ranks: Ranks, timeout: timedelta) -> dist.Store | None:
 
 
 def _refuse_gone(host: str, port: int) -> None:
-    """Raise an error if nothing listens at the address: torch would retry for minutes, but it was there before this rank."""
+    """Raise an error if nothing listens at the address. The launcher started before this rank, so retrying, as torch does
+    for minutes, would not help."""
     try:
         socket.create_connection((host, port), timeout=10.0).close()
     except ConnectionRefusedError as error:
@@ -50,9 +53,9 @@ def _agree_on_prefix(store: dist.Store, ranks: Ranks, timeout: timedelta) -> str
     """Return a prefix that all running ranks have agreed on.
 
     Each rank publishes a random name, reads the names of all ranks, and increments a counter under the hash of that list.
-    The prefix is agreed on when all ranks have counted the same list. A list with the name of a rank that no longer runs
-    never is, since the restarted rank has a new name. A count of restarts would not do: the agents of several machines
-    count separately, and do not count restarts after a machine has joined.
+    The prefix is agreed on when all ranks have counted the same list. Ranks never agree on a list with the name of a rank
+    that no longer runs, since the restarted rank has a new name. torchrun's count of restarts can't be the prefix: the
+    agents of several machines count separately, and do not count the restart that follows when a machine joins.
     """
     names = [f"titanplans/names/{rank}" for rank in range(ranks.world_size)]
     store.set(names[ranks.rank], uuid.uuid4().hex[:16])

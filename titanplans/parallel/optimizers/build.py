@@ -54,7 +54,7 @@ def group_parameters(model: nn.Module, options: Optimizer) -> list[ParameterGrou
             group gives Muon a parameter that is no matrix, or Muon has no parameter.
     """
     roles, unsplit_names = _roles(model), record_of(model).unsplit_names
-    is_stage = record_of(model).stage is not None  # a group's parameters may all be in other stages
+    is_stage = record_of(model).stage is not None  # all parameters of a group may be in other stages
     members_by_group: dict[int, list[tuple[str, nn.Parameter, Role]]] = {}
     frozen = []
     for local_name, parameter, module in named(model):
@@ -175,10 +175,12 @@ def _split(
                 settings |= {"betas": (value("beta1"), value("beta2")), "eps": value("eps")}
             where = ("all others" if options.groups else "all") if group is None else f'"{group.pattern}"'
             if not decays:
-                where += ": what does not decay (vectors, biases, norms, marked _no_weight_decay)"
+                where += ": without weight decay (vectors, biases, norms, marked _no_weight_decay)"
             groups[kind, decays, mesh] = ParameterGroup(kind, settings, where)
         groups[kind, decays, mesh].parameters[name] = parameter
-    if group is not None and not of_stage:  # a stage may lack the parameters that read an option
+    if (
+        group is not None and not of_stage
+    ):  # on a stage, the parameters that an option is for may be elsewhere
         kinds = {kind for kind, *_ in groups}
         for keys, readers in ((OF_ADAM, kinds - {"Muon"}), (OF_MUON, kinds & {"Muon"})):
             unused = [key for key in keys if getattr(group, key) is not None]
@@ -186,7 +188,7 @@ def _split(
                 optimizers = " and ".join(sorted(kinds))
                 raise ConfigError(
                     f"{_where(index, group)}: {unused[0]} = {show(getattr(group, unused[0]))} does nothing, since all its "
-                    f"parameters have {optimizers}; leave it out"
+                    f"parameters are updated by {optimizers}; leave it out"
                 )
     yield from groups.values()
 
@@ -197,7 +199,7 @@ def _where(index: int, group: OptimizerGroup) -> str:
 
 def _unmatched(group: OptimizerGroup, names: list[str], frozen: list[str]) -> str:
     if taken := [name for name in names if re.search(group.pattern, name)]:
-        return f"earlier groups have all that it matches, such as {taken[0]}: the first match counts, so put it first"
+        return f"earlier groups already match all its parameters, such as {taken[0]}: put it first"
     if matching := [name for name in frozen if re.search(group.pattern, name)]:
         return f"it matches only frozen parameters, such as {matching[0]}; leave it out"
     plain = re.sub(r"\\(.)|[\^$]", r"\1", group.pattern)

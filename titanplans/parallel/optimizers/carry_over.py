@@ -10,14 +10,14 @@ from titanplans.split.parameters.replaced import successor_of
 
 
 def carry_over(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Replace each parameter in the groups of `optimizer` by the one that replaced it in `model`; group options stay.
+    """Replace each parameter in `optimizer` by the parameter that replaced it in `model`; group options do not change.
 
     Args:
-        optimizer: any optimizer; before its first step, if it was built before `parallelize`.
+        optimizer: any optimizer. If it was built before `parallelize`, it must not have taken a step.
         model: returned by `parallelize`.
 
     Raises:
-        ParallelError: it has state of replaced parameters, or adapters were added after it was built.
+        ParallelError: the optimizer has state of replaced parameters, or adapters were added after it was built.
     """
     name, remedy = (
         type(optimizer).__name__,

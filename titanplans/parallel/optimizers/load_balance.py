@@ -31,7 +31,7 @@ class LoadBalancer:
         self.loads, self._stages = Loads(model), stages
         self._coefficient = DEEPSEEK_V3_STEP_SIZE if coefficient is None else coefficient
         meshes = [dims.get_optional_mesh(name) for name in ("batch", "cp", "tp")]
-        # Tensor-parallel ranks count the same tokens, but each sends, and drops, only some of them.
+        # All tensor-parallel ranks count the same tokens, but each of these ranks sends, and may drop, only some of them.
         self._groups = [mesh.get_group() for mesh in meshes[:2] if mesh is not None and mesh.size() > 1]
         self._senders = [mesh.get_group() for mesh in meshes if mesh is not None and mesh.size() > 1]
         self.token_counts: torch.Tensor | None = None

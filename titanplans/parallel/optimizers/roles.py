@@ -37,20 +37,21 @@ class Role(NamedTuple):
     """The properties of a parameter that an optimizer needs."""
 
     decays: bool = True
-    """Whether it has weight decay: not vectors, biases, norms and parameters marked `_no_weight_decay`."""
+    """Whether the parameter has weight decay. False for vectors, biases, norms and parameters marked
+    `_no_weight_decay`."""
     hidden: bool = False
-    """Whether it is a matrix of a hidden layer, or a stack of them, which Muon updates by default."""
+    """Whether the parameter is a matrix of a hidden layer, or a stack of such matrices: Muon updates these by default."""
     fault: str | None = None
-    """Why Muon can't update it, as a description of its kind. None: Muon can."""
+    """A description of the parameter if Muon can't update it, such as "of 1 dimension in a Linear". None: Muon can."""
     sections: Sections | None = None
-    """None: it is one matrix, or no plan has its sections."""
+    """None: the parameter is one matrix, or no plan has its sections."""
 
 
 class Roles(dict[str, Role]):
     """The role of each parameter, by its name in state dicts."""
 
     sections_unknown: str | None = None
-    """Why sections are not known; None: they are."""
+    """Why the sections of packed parameters are not known; None: they are known."""
 
     def of(self, name: str, parameter: nn.Parameter, module: nn.Module) -> Role:
         """Return the role of `parameter` of `module`, also if it was added after the roles were found."""

@@ -1,4 +1,4 @@
-"""Draw a pipeline's timeline, computed or measured: a row per stage, time to the right, bubbles left white.
+"""Draw a pipeline's timeline, computed or measured: one row for each stage, time to the right, bubbles in white.
 
 print(as_text(timeline(orders("1F1B", ranks=4, stages=4, microbatches=8)), "1F1B"))
 """

@@ -16,7 +16,7 @@ from titanplans.user_code import as_user_error
 def code_of_ranks(plan: ResolvedPlan) -> tuple[dict[str, dict[str, Any]], dict[str, Functions]]:
     """Return the local attributes and the makers of local functions, by the name of the split module.
 
-    The plan is asked with degree tp x cp for mixers and the model, and with degree tp for MLPs.
+    The plan's methods are called with the degree tp x cp for mixers and the model, and with the degree tp for MLPs.
 
     Raises:
         PlanError: a module has no such attribute, or its code calls no such function.
@@ -70,7 +70,7 @@ def _check(model: nn.Module, name: str, fault: tuple[str, str] | None, hook: str
 
 
 def _misnamed(module: nn.Module, attributes: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the first attribute that `module` does not have, and the reason; or None."""
+    """Return the first attribute that `module` lacks, and what is wrong with its name; None if it has all."""
     for name in attributes:
         holder, path = module, name.split(".")
         for step in path:

@@ -27,7 +27,7 @@ def refuse_foreign_adapters(model: nn.Module) -> None:
 
 
 def check_keys(plan: Plan, model: nn.Module, source: "TPPlan") -> None:
-    """Refuse a key that matches nothing, with the names that exist there, and a value that is not a style."""
+    """Refuse keys that match nothing and values that are not styles; the error lists the names that a key could have."""
     modules = dict(model.named_modules(remove_duplicate=False))
     plan_name = type(source).__name__
     for key, style in plan.items():
@@ -66,7 +66,7 @@ def check_keys(plan: Plan, model: nn.Module, source: "TPPlan") -> None:
 
 
 def _other_names(key: str, parent: str, model: nn.Module, source: "TPPlan") -> str:
-    """Return advice for a key of an MLP's projection, which has another name in this MLP than in the plan; else ""."""
+    """Return advice if the key names an MLP's projection by a name that this MLP does not use; else ""."""
     if parent in find_decoder(model, required=False).mlps and key.removeprefix(f"{parent}.") in (
         *source.mlp_in,
         source.mlp_out,
@@ -83,8 +83,8 @@ def check_coverage(
     Args:
         plan: the styles by key.
         covered: the names of parameters that have a layout.
-        foreign: the keys with a foreign style. It declares no layouts, so parameters that it leaves plain are found only
-            after it was applied.
+        foreign: the keys with a foreign style. A foreign style declares no layouts, so a parameter that it leaves a plain
+            tensor is found only after it was applied.
         model: not split yet.
         plan_name: the name of the plan in errors.
     """
@@ -171,7 +171,7 @@ def _not_asked(plan: Plan, decoder: Decoder, name: str) -> str:
 
 
 def _follows(covered: Collection[str], name: str, module: nn.Module, param_name: str) -> bool:
-    """Whether the parameter belongs to the adapter of a weight that is covered."""
+    """Whether the parameter belongs to the adapter of a weight that has a layout."""
     return (
         is_adapted(module)
         and param_name in FACTORS

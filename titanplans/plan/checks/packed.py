@@ -41,7 +41,8 @@ def packed_faults(plan: ResolvedPlan) -> Iterator[tuple[str, str]]:
 
 
 def _experts(plan: ResolvedPlan) -> Iterator[tuple[str, str]]:
-    """Yield each 3-D weight of experts that is twice as wide as the one that projects back to the hidden size."""
+    """Yield each 3-D weight of experts that is twice as wide as the experts' down projection, so that it packs gate and
+    up."""
     stacked = [
         e
         for e in plan.entries

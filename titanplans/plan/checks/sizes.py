@@ -20,13 +20,13 @@ _DEGREES = 256
 
 
 class Size(NamedTuple):
-    """A size that the degree has to suit."""
+    """A size that limits which degrees are possible, usually because the degree has to divide it."""
 
     name: str
     value: int
     location: str
     suits: Callable[[int], bool]
-    """Whether a given degree would suit it."""
+    """Whether a degree is possible with this size."""
     fault: str = "does not divide"
     remedies: str = ""
     """Remedies other than another degree."""
@@ -74,7 +74,7 @@ def _check(plan: ResolvedPlan, degree: int, sizes: list[Size]) -> None:
 
 
 def _head_counts(plan: ResolvedPlan, degree: int) -> Iterator[Size]:
-    """Yield the head counts of the split mixers; they are checked first, because their errors say the most."""
+    """Yield the head counts of the split mixers; they are checked first, because their errors are the clearest."""
     for name, mixer in plan.decoder.mixers.items():
         if plan.split_key(name) is not None:
             shared = any(entry.style.shares_heads for entry in plan.within(name))

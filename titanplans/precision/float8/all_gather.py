@@ -1,7 +1,7 @@
 """All-gather of FSDP2 in float8, with a quarter of the bytes of float32 and half the bytes of bfloat16.
 
-torchao wraps each converted weight in a tensor subclass that FSDP2 casts before its all-gather. The scale of the full weight
-is computed before the forward (`scales`), or reduced over the ranks in each gather.
+torchao wraps each converted weight in a tensor subclass, which FSDP2 casts to float8 before its all-gather. The scale of
+the full weight is computed before the forward (`scales`), or in each gather by a reduction over the ranks.
 """
 
 from typing import Any

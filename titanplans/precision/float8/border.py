@@ -1,6 +1,6 @@
 """The border of a region that is crossed in float8: tensors are cast once with the scale of the full tensor, then gathered.
 
-It is used with the recipe tensorwise, in which a tensor has one scale. torchao's float8 parallel styles do the same for
+The border is for the recipe tensorwise, in which a tensor has one scale. torchao's float8 parallel styles do the same for
 DTensors.
 
     border   in float8                                      in high precision, because it is summed over the ranks
@@ -46,7 +46,8 @@ class Float8Border(Border):
         self.mm_config = linear.linear_mm_config
         self.dtype = linear.config.cast_config_input.target_dtype
         self.gradient_dtype = linear.config.cast_config_grad_output.target_dtype
-        # gloo does not support float8. NCCL gathers float8, because async tensor parallelism matches a float8 gather.
+        # gloo does not support float8, so it gathers bytes. NCCL gathers float8, since async tensor parallelism fuses only
+        # a gather of float8.
         assert of.mesh is not None
         self.as_bytes = dist.get_backend(of.mesh.get_group()) == "gloo"
 
@@ -73,7 +74,7 @@ class Float8Border(Border):
         )
 
 
-# As for torchao's functions: only AOTAutograd traces into this one, Dynamo does not.
+# As in torchao: Dynamo does not trace into this function, only AOTAutograd does.
 @torch.compiler.allow_in_graph
 class _Enter(torch.autograd.Function):
     @staticmethod
@@ -124,7 +125,7 @@ def _cast_and_gather(
     """Cast `x` and all-gather it along `dim`. If `dim` is None, `x` is replicated, and only cast."""
     scale = tensor_to_scale(x, dtype)
     if dim is not None:
-        scale = all_reduce(scale, group, "min")  # a larger maximum has a smaller scale
+        scale = all_reduce(scale, group, "min")  # the smallest scale belongs to the largest maximum
     data = float8_data(hp_tensor_and_scale_to_float8(x, scale, dtype, mm_config, role))
     if dim is not None:
         data = all_gather(

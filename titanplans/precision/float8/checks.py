@@ -69,7 +69,7 @@ def _check_sizes(plan: ResolvedPlan) -> None:
     """Refuse a degree at which a rank's shard of a converted module is not a multiple of `ALIGNMENT`.
 
     Also refuse a replicated module whose input is not as wide as the residual stream, such as a feature map that is applied
-    to each head. A rank passes it only its heads, and their scale is not the scale of all heads.
+    to each head. A rank calls such a module with its own heads only, and their scale differs from the scale of all heads.
     """
     embedding, degree = plan.decoder.embedding, plan.degree
     width = None if embedding is None else plan.module_at(embedding).weight.shape[-1]  # type: ignore[union-attr]
@@ -82,7 +82,8 @@ def _check_sizes(plan: ResolvedPlan) -> None:
         if replicated and width not in (None, module.in_features):
             raise PlanError(
                 f"{key} (Float8Linear, {module.in_features} in, {module.out_features} out): its input does not have the "
-                f"hidden size {width}, so a rank may pass it only its heads, whose float8 scale is not that of all heads: "
+                f"hidden size {width}, so a rank may pass only its own heads, "
+                f"whose float8 scale differs from the scale of all heads: "
                 f"leave it out of float8 (filter '{_end_of(key)}')"
             )
         for side, size, suits in _sizes(style, module):
@@ -98,13 +99,14 @@ def _check_sizes(plan: ResolvedPlan) -> None:
 
 
 def _end_of(key: str) -> str:
-    """Return the last name in `key`, for a filter; with the name before it, if it is an index in a list."""
+    """Return the last component of `key`, for a filter; if it is an index in a list, with the component before it."""
     names = key.split(".")
     return ".".join(names[-2:] if names[-1].isdecimal() else names[-1:])
 
 
 def _sizes(style: Style, module: Any) -> Iterator[tuple[str, int, Callable[[int], bool]]]:
-    """Yield the sharded side of the weight, its size, and a predicate: whether a degree makes aligned shards of it."""
+    """Yield the sharded side of the weight ("inputs" or "outputs"), its size, and whether a degree splits it into aligned
+    shards."""
     operands = style.operands(1)
     if operands is not None and (operands.outputs or operands.inputs):
         side, size = ("outputs", module.out_features) if operands.outputs else ("inputs", module.in_features)
@@ -167,7 +169,7 @@ def _crossings(plan: ResolvedPlan) -> dict[str, Crossing]:
 def _why_activations_plain(style: Style, input_linears: list[Entry]) -> str | None:
     """Return the reason why activations enter a region in high precision; None if they enter in float8."""
     if not style.float8_input:
-        return "the plan says that other code uses the input, too (float8_input = False)"
+        return "the plan says that code other than the projections uses the input (float8_input = False)"
     return _why_not_float8(input_linears, "uses the input, too")
 
 

@@ -1,7 +1,7 @@
 """Strict conversion of Linear modules to torchao's `Float8Linear`. Start at `convert_to_float8`.
 
-torchao is silent about modules that were filtered out, a filter that matches no module, and a parent that passes the weight
-to a fused kernel in high precision. Here each of these is reported or refused.
+torchao does not report modules that were filtered out, a filter that matches no module, or a parent that passes the weight
+to a fused kernel in high precision. The functions here report or refuse each of these.
 """
 
 import dataclasses
@@ -48,7 +48,8 @@ class Conversion:
     """Names of modules that were not converted, each with the reason."""
 
     unfused: tuple[str, ...]
-    """Parents whose fused kernel, which used a converted module's weight, was switched off: they call the module now."""
+    """Parents of converted modules whose fused kernel used the module's weight. The kernel was switched off, so they now
+    call the module."""
 
 
 def convert_to_float8(model: nn.Module, options: Float8, device_type: str = "cpu") -> Conversion:
@@ -90,7 +91,8 @@ def convert_to_float8(model: nn.Module, options: Float8, device_type: str = "cpu
     parent_counts = Counter(child for parent in model.modules() for child in parent._modules.values())
     if shared := next((name for name, module in chosen.items() if parent_counts[module] > 1), None):
         raise options.error(
-            "filter_fqns", f"{shared} has two names, and torchao would convert it only under one: add it"
+            "filter_fqns",
+            f"{shared} is one module under two names, and torchao would convert it only under one: add it to the filter",
         )
     if not chosen:
         raise ParallelError(

@@ -42,8 +42,8 @@ class Split:
 def split_linear(module: nn.Module, style: Style, ranks: HeadRanks) -> None:
     """Make `module`, a Float8Linear whose weight `style` splits, use the scales of the unsplit Linear, in place.
 
-    With the recipe tensorwise, `SplitState.weight_scale` may hold the scale of the full weight. If it is None, each product
-    computes it.
+    With the recipe tensorwise, `SplitState.weight_scale` may hold the scale of the full weight. If `weight_scale` is None,
+    each product computes the scale.
     """
     if (operands := style.operands(ranks.degree)) is not None:
         make_state(module).product = Split(ranks.group, ranks.rank, operands)
@@ -72,7 +72,7 @@ def _with_split_product(cls: type[nn.Module]) -> type[nn.Module]:
     return subclass(cls, {"forward": forward}, "float8_product")
 
 
-# As for torchao's functions: only AOTAutograd traces into this one, Dynamo does not.
+# As in torchao: Dynamo does not trace into this function, only AOTAutograd does.
 @torch.compiler.allow_in_graph
 class _SplitProduct(torch.autograd.Function):
     @staticmethod
@@ -81,7 +81,8 @@ class _SplitProduct(torch.autograd.Function):
         shape = x.shape
         is_rowwise = config.cast_config_input.scaling_granularity is ScalingGranularity.AXISWISE
         flat = x.reshape(-1, shape[-1])
-        # A tensor with one scale is cast before it is flattened, the pattern that async tensor parallelism matches.
+        # A tensor with one scale is cast before it is flattened: async tensor parallelism fuses only this order of
+        # operators.
         x8, x_scale = cast(
             flat if is_rowwise else x,
             config.cast_config_input,
@@ -159,7 +160,7 @@ class _Cast:
                 round_scales_to_power_of_2=self.config.round_scales_to_power_of_2,
             )
             if sharded_dim is not None and (not is_axiswise or reduced_dim % 2 == sharded_dim):
-                # A larger maximum has a smaller scale.
+                # The smallest scale belongs to the largest maximum.
                 scale = all_reduce(scale, self.group, "min")
         tensor8 = hp_tensor_and_scale_to_float8(
             tensor, scale, dtype, self.mm_config, role, reduced_dim if is_axiswise else None
@@ -168,7 +169,8 @@ class _Cast:
 
 
 def _sum_partial(grad: torch.Tensor, split: Split) -> torch.Tensor:
-    """Sum the partial gradients of the ranks that compute the same outputs, before the cast: a sum of casts would differ."""
+    """Sum the partial gradients of the ranks that compute the same outputs. This precedes the cast, since a sum of cast
+    values differs from the cast sum."""
     ranks = split.group[1]
     if split.operands.replicas == ranks:
         return all_reduce(grad, split.group)

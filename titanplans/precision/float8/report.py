@@ -17,7 +17,8 @@ def float8_report(
     """Return `conversion` and the state of the parallelized `model` as values for JSON; None if nothing was converted.
 
     "borders" says for each tensor-parallel region, by plan key, whether activations and gradients cross its border in
-    float8, or why not. Calls with a mask [batch, sequence] enter in high precision nevertheless (docs/float8.md).
+    float8, or why not. If a call has a mask [batch, sequence], its input enters in high precision in any case
+    (docs/float8.md).
     """
     if conversion is None:
         return None

@@ -1,6 +1,7 @@
-"""Float8 scales of all weights, computed by one all-reduce per mesh dimension before each forward, for tensorwise.
+"""Compute the float8 scales of all weights by one all-reduce per mesh dimension before each forward (recipe tensorwise).
 
-Otherwise each product, or each gather of FSDP2, all-reduces the absolute maximum of one weight, which costs only latency.
+Without this, each product, or each gather of FSDP2, all-reduces the absolute maximum of one weight, a small
+collective that costs its latency.
 """
 
 from typing import Any
@@ -49,8 +50,8 @@ class _Scales:
 
     @torch.no_grad()
     def compute(self) -> None:
-        # Weights that FSDP2 has not resharded yet are on another mesh than sharded ones. If weights are gathered in float8,
-        # the ones not resharded yet are skipped, since they are cast already.
+        # Weights that FSDP2 has not resharded yet are on another mesh than sharded weights. If weights are gathered in
+        # float8, weights that are not resharded yet are skipped, since they are already cast.
         by_mesh: dict[DeviceMesh, list[Any]] = {}
         for linear in self.linears:
             weight = linear._parameters["weight"]

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The conditions of one micro batch. The defaults have no condition."""
+    """The conditions of one micro batch. With the defaults no condition holds."""
 
     size: int = 2
     """Number of sequences."""
@@ -19,9 +19,9 @@ class MicroBatch:
     padding: str = ""
     """"left" or "right": the side on which an attention mask marks padding."""
     documents: bool = False
-    """Each sequence holds several documents, which `cu_seqlens` or `position_ids` mark."""
+    """Each sequence has several documents; `cu_seqlens` or `position_ids` mark where they begin."""
     ignored: bool = False
-    """Some labels are ignored by the loss. Labels of padding always are."""
+    """The loss ignores some labels. It always ignores the labels of padding."""
     repeated: bool = False
     """All tokens are of the same few ids."""
     text: bool = False
@@ -30,14 +30,14 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Scenario:
-    """One training, and the settings that hold throughout it. The defaults have no condition: one step of one batch."""
+    """One training, and its settings. With the defaults no condition holds: one step of one plain batch."""
 
     steps: tuple[tuple[MicroBatch, ...], ...] = ((MicroBatch(),),)
     """The micro batches of each optimizer step."""
     evaluated: tuple[MicroBatch, ...] = ()
     """Batches on which the model is evaluated after the first step."""
     cached: bool = False
-    """The model is called with a cache after the second step, or after an only step."""
+    """The model is called with a cache after the second step, or after the first one if there is only one."""
     frozen: str = ""
     """One of `FROZEN`: which parameters are frozen. In the last of several steps the others are frozen instead."""
     recomputed: bool = False
@@ -45,25 +45,26 @@ class Scenario:
     differing: bool = False
     """Before the split, every rank but the first has other weights."""
     fused: bool = False
-    """In the last step the split model's head computes the loss in chunks; the unsplit model's is computed from logits."""
+    """In the last step the split model's head computes the loss in chunks; the loss of the unsplit model comes from its
+    logits."""
     dtype: str = "float64"
 
     @property
     def unsplit(self) -> "Scenario":
-        """The scenario of the unsplit model. Scenarios for which it is equal are compared with one reference."""
+        """The scenario of the unsplit model. Scenarios with the same unsplit scenario are compared with one reference."""
         return replace(self, recomputed=False, differing=False, fused=False)
 
 
 PLAIN = Scenario()
 
 FROZEN = ("mixers and MLPs", "parameters")
-"""Which parameters are frozen; trainings alternate between the two. The first: all mixers, MLPs and the head, so that
-embeddings and norms train through them. The second: all before the blocks, the first block, and every second parameter of
-the others."""
+"""Which parameters are frozen; trainings alternate between the two choices. "mixers and MLPs": all mixers, all MLPs and
+the head, so that gradients of embeddings and norms pass through frozen modules. "parameters": all parameters before the
+blocks, the first block, and every second parameter of the other blocks."""
 
 
 def words(scenario: Scenario, plain: Scenario) -> tuple[str, ...]:
-    """Describe the conditions of `scenario` that `plain` does not have, each once."""
+    """Describe each condition of `scenario` that `plain` does not have."""
     conditions = []
     for batch in itertools.chain(*scenario.steps, scenario.evaluated):
         conditions += _batch_words(batch, plain.steps[0][0])

@@ -10,9 +10,9 @@ from titanplans.proof.batches.conditions import FROZEN, MicroBatch, Scenario
 from titanplans.split.layout import next_multiple
 
 # The two micro batches of each step. Columns: sequences, length, padding or documents, ignored labels, repeated tokens,
-# text alone. Every pair of values of two columns is in a row ("block" counts as "long"), which
+# text alone. Every pair of values of two columns occurs in some row ("block" counts as "long"), as
 # tests/proof/batches/test_conditions.py checks. The two batches of a step differ in length. No training begins with a long
-# sequence: in bfloat16 rounding may hide its gradients, and then those of all later steps.
+# sequence: in bfloat16 rounding may hide its gradients, and then also the gradients of all later steps.
 _STEPS = (
     ((2, "even", "", 0, 0, 0), (3, "odd", "left", 1, 0, 0)),
     ((2, "long", "right", 1, 1, 0), (3, "short", "documents", 1, 1, 1)),
@@ -28,7 +28,8 @@ _EVALUATED = ((1, "longest", "right", 0, 0, 0), (1, "short", "", 0, 0, 0))
 """For each of the first two trainings, a batch of its evaluation. Both lengths are odd, so ranks can't shard the sequence
 equally and the forward runs in full."""
 STEPS = (3, 2, 2, 2)
-"""Number of steps of each training, in total all of `_STEPS`. The first is the longest: a quick proof has only this one."""
+"""Number of steps of each training; together they are all of `_STEPS`. The first training is the longest: a quick proof
+has only this one."""
 SHORT = 3
 """Tokens of a short sequence: fewer than there are ranks at degrees 4 and 8."""
 
@@ -39,10 +40,10 @@ def trainings(batch: MicroBatch, block: int, shards: int = 1) -> tuple[Scenario,
     The first two have an evaluation, and the first has forwards with a cache.
 
     Args:
-        batch: the batch without conditions, whose size and length the others are derived from.
-        block: tokens in the largest window or chunk. A "block" sequence has as many, a "long" one two more.
-        shards: number of ranks that a sequence is sharded over. Lengths in training are rounded up to multiples of it, and
-            stay different from each other. Lengths in an evaluation are not rounded.
+        batch: the batch without conditions. The sizes and lengths of the other batches are derived from it.
+        block: tokens in the largest window or chunk. A "block" sequence has this many tokens, a "long" sequence two more.
+        shards: number of ranks that a sequence is sharded over. Lengths in training are rounded up to multiples of
+            `shards`, and stay different from each other. Lengths in an evaluation are not rounded.
     """
     odd = batch.length - (1 if batch.length % 2 == 0 else 2)
     lengths = {"even": batch.length, "odd": max(odd, 1), "short": SHORT, "long": block + 2, "block": block}
@@ -71,7 +72,8 @@ def trainings(batch: MicroBatch, block: int, shards: int = 1) -> tuple[Scenario,
     ends = tuple(itertools.accumulate(STEPS))
     scenarios = [Scenario(steps[end - length : end]) for length, end in zip(STEPS, ends, strict=True)]
     for index, row in enumerate(_EVALUATED):
-        # This batch has the shape of an earlier one, and other padding or documents. It finds a mask cached by shape.
+        # This batch has the shape of an earlier batch, but other padding or documents. It reveals a mask that a model
+        # caches by shape alone.
         again = next(
             batch for batch in reversed(scenarios[index].steps[0]) if batch.padding or batch.documents
         )
@@ -93,9 +95,9 @@ def cover(
     """Return cases that cover all options of `grid` and every pair of conditions.
 
     The conditions are the degree, loss and sequence parallelism, the training, frozen parameters, recomputed blocks,
-    weights that differ between the ranks before the split, and the dtype. Further dtypes are paired with the others at
-    the smallest degree only, without pipeline stages. Cases are chosen greedily, as in Cohen et al. 1997, "The AETG
-    system": the next case covers the most of the pairs that are left.
+    weights that differ between the ranks before the split, and the dtype. Every dtype after the first is paired with the
+    other conditions only at the smallest degree, without pipeline stages. Cases are chosen greedily, as in Cohen et al.
+    1997, "The AETG system": the next case covers the most of the pairs that are left.
 
     Args:
         grid: options to prove, each at least once in the first dtype.
@@ -103,7 +105,8 @@ def cover(
         shared: the same trainings with other lengths, for options that shard the sequence.
         dtypes: dtypes of weights and activations; the first is the proof's main dtype.
         recompute: whether the model has blocks that can be recomputed.
-        fuse: whether the model's head can compute the loss. It does so in every second case, and no case is added for that.
+        fuse: whether the model's head can compute the loss. The head then computes it in every second case; no case is
+            added.
         quick: cover every condition once instead of every pair, at the smallest degree only.
     """
     blocks = (False, True) if recompute else (False,)
@@ -147,7 +150,8 @@ def cover(
 def _distance(options: TPOptions, grid: Sequence[TPOptions]) -> int:
     """Return a distance of `options` from the first of `grid`.
 
-    In a full grid every degree, and every choice of an option, has cases with an even distance: those with a fused loss.
+    Cases with an even distance have a fused loss. In a full grid every degree, and every choice of an option, has such
+    cases.
     """
     first, degrees = grid[0], list(dict.fromkeys(options.degrees for options in grid))
     others = (

@@ -16,8 +16,8 @@ from titanplans.split.cache import CACHES, cache_argument
 from titanplans.split.decoder import find_decoder, within
 
 Inputs = Mapping[str, Any] | Callable[[int, int, int], Mapping[str, Any]] | None
-"""Keyword arguments of a forward, the same for every batch; or a function of batch size, sequence length and seed that
-returns them; or None for token ids."""
+"""Keyword arguments of a forward, the same for every batch; or a function that returns them from batch size, sequence length
+and seed; or None for token ids."""
 
 
 _MODALITIES = {"pixel_values": "images", "pixel_values_videos": "videos", "input_features": "sound"}
@@ -81,7 +81,7 @@ class Sampler:
             yield f"a forward with a cache: {name}{lacks}"
 
     def missing_modalities(self, batches: Collection[MicroBatch]) -> Iterator[str]:
-        """Yield in words the inputs other than text that the model takes and none of `batches` has."""
+        """Describe the kinds of input other than text that the model takes but that none of `batches` has."""
         for name in self.modalities:
             if not any(name in self.tokens(batch, 0) for batch in batches):
                 yield f"{_MODALITIES[name]}: no batch has {name}, which verify(inputs=...) would give"
@@ -92,7 +92,7 @@ class Sampler:
         Args:
             batch: its conditions.
             index: the batch's index; batches with different indices have different tokens.
-            cached: the forward fills a cache, so padding is allowed even if batches in training have none.
+            cached: the forward fills a cache, so padding is allowed even if batches in training must not be padded.
         """
         seed = self.seed + 10 * index
         if isinstance(self.inputs, Mapping):
@@ -122,7 +122,7 @@ class Sampler:
         Args:
             batch: its conditions.
             index: the batch's index; batches with different indices have different tokens and labels.
-            logits: their shape [..., vocabulary]; needed only if the inputs are fixed.
+            logits: the shape of the logits, [..., vocabulary]; needed only if the inputs are fixed.
         """
         inputs = self.tokens(batch, index)
         *shape, size = logits or (*inputs[self.ids_name].shape, self.vocabulary)
@@ -140,8 +140,8 @@ class Sampler:
             few = _stratified_ids((3,), self.vocabulary, seed)
             return few[torch.arange(ids.numel()) % 3].view(shape)
         if self.padding_id is not None and ids.numel() > 2 and not (ids == self.padding_id).any():
-            # Include the padding token, since its row of the embedding must get no gradient. It does not replace the first
-            # and the last id of the vocabulary.
+            # Include the padding token, since its row of the embedding must get no gradient. The first and the last id of
+            # the vocabulary are kept.
             inner = ((ids != ids.min()) & (ids != ids.max())).flatten().nonzero()
             ids.view(-1)[inner[0]] = self.padding_id
         return ids
@@ -165,7 +165,8 @@ def _document_lengths(batch: MicroBatch, index: int) -> list[list[int]]:
 
 
 def _takes(model: nn.Module, name: str) -> bool:
-    """Whether `model` uses the keyword `name`: its forward names it, or passes all keywords on to a module that does."""
+    """Whether the forward of `model` has the keyword `name`, or passes all keywords on to a module whose forward has
+    it."""
     parameters = inspect.signature(model.forward).parameters
     if name in parameters:
         return True
@@ -186,7 +187,7 @@ def longest_block(model: nn.Module) -> int:
 
 
 def randomise(model: nn.Module, seed: int) -> None:
-    """Give every parameter of `model` new values, in place, which depend on the seed and the parameter's name only.
+    """Give every parameter of `model` new values, in place. The values depend only on the seed and the parameter's name.
 
     Initial values hide mistakes: a zero bias or projection passes nothing on, a norm's ones multiply by 1, and equal heads
     can be exchanged. So matrices become normal with standard deviation fan_in^-1/2, which keeps activations near 1. Vectors
@@ -211,11 +212,12 @@ def freeze(model: nn.Module, what: str) -> None:
 
     Args:
         model: unsplit.
-        what: one of `titanplans.proof.batches.conditions.FROZEN`. The first freezes all mixers, MLPs and the head, so that
-            a gradient passes through modules that train nothing. The second freezes all before the blocks, the first block,
-            and every second parameter of the others, so that a block's input needs no gradient, and modules hold trained
-            and frozen parameters. It replaces the first if that would freeze nothing, or leave nothing to train, as with
-            adapters. One parameter at least stays trained.
+        what: one of `titanplans.proof.batches.conditions.FROZEN`. "mixers and MLPs" freezes all mixers, all MLPs and the
+            head, so that gradients pass through modules that do not train. "parameters" freezes all parameters before the
+            blocks, the first block, and every second parameter of the other blocks, so that a block's input needs no
+            gradient, and some modules have both trained and frozen parameters. If "mixers and MLPs" would freeze nothing,
+            or leave nothing to train, as with adapters, "parameters" is used instead. At least one parameter stays
+            trained.
     """
     decoder = find_decoder(model, required=False)
     named = dict(model.named_parameters())
@@ -236,7 +238,7 @@ def freeze(model: nn.Module, what: str) -> None:
 
 
 def _padding(model: nn.Module, size: int) -> int | None:
-    """Return the `padding_idx` of the embedding [size, hidden], whose row gets no gradient; None if it has none."""
+    """Return the `padding_idx` of the embedding [size, hidden], the row that gets no gradient; None if there is none."""
     for module in model.modules():
         if isinstance(module, nn.Embedding) and module.num_embeddings == size:
             return module.padding_idx
@@ -244,7 +246,8 @@ def _padding(model: nn.Module, size: int) -> int | None:
 
 
 def _stratified_ids(shape: tuple[int, ...], size: int, seed: int) -> torch.Tensor:
-    """Return random ids below `size`: one from each of as many equal strata as ids, shuffled, with 0 and `size` - 1.
+    """Return random ids below `size`, shuffled: one from each of as many equal ranges as ids, and 0 and `size` - 1 among
+    them.
 
     Independent random ids could miss a rank's shard of the vocabulary, or its last rows.
     """
@@ -260,7 +263,7 @@ def vocabulary_size(model: nn.Module) -> int:
     """Return the size of the vocabulary, from the model's config or else from its embedding.
 
     Raises:
-        PlanError: it has neither.
+        PlanError: `model` has neither.
     """
     config = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):

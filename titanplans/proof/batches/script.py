@@ -17,11 +17,12 @@ class Script:
     evaluated: tuple[dict[str, Any], ...]
     """Inputs of each forward of the evaluation."""
     cached: tuple[dict[str, Any], dict[str, Any]] | None
-    """Inputs of a forward that fills a cache, and of one with the next token of each sequence; None: no cache."""
+    """Inputs of a forward that fills a cache, and of a forward that takes the next token of each sequence; None: no
+    cache."""
     freezes: bool
     """Some parameters are frozen."""
     thaws: bool
-    """In the last step frozen parameters train, and the others are frozen."""
+    """In the last step the frozen parameters train, and the parameters that trained before are frozen."""
 
 
 def write_script(
@@ -44,7 +45,7 @@ def write_script(
         for n, batch in enumerate(scenario.evaluated)
     )
     if scenario.cached and sampler.caches:
-        # Padded on the left, as prompts of several lengths are. A cache can't be combined with documents.
+        # Padded on the left, as prompts of different lengths usually are. A cache can't be combined with documents.
         wanted = "left" if any(batch.padding for batch in first) else ""
         padding = wanted if wanted in sampler.caches else sampler.caches[0]
         prompt = sampler.tokens(MicroBatch(first[0].size, first[0].length, padding), count + 2, cached=True)
@@ -54,7 +55,7 @@ def write_script(
 
 
 def next_token(prompt: dict[str, Any], sampler: Sampler) -> dict[str, Any]:
-    """Return the inputs of one more token of each sequence of `prompt`: its last token again."""
+    """Return the inputs of one more token for each sequence of `prompt`: the sequence's last token again."""
     ids = prompt[sampler.ids_name]
     token = {sampler.ids_name: ids.narrow(sampler.sequence_dim, ids.shape[sampler.sequence_dim] - 1, 1)}
     if "attention_mask" in prompt:

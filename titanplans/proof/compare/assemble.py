@@ -12,7 +12,7 @@ import torch
 from titanplans.split.layout import Section, rows_of, shard_size
 
 Candidate = tuple[str, list[torch.Tensor]]
-"""How the ranks' tensors were assembled, in words, and the resulting full tensors, replicas that should be equal."""
+"""How the ranks' tensors were assembled, in words, and the full tensors: one for each replica, which should be equal."""
 
 
 @dataclass
@@ -53,7 +53,8 @@ def best_fit(
 
 
 def _over_inner(gathered: list[torch.Tensor], shape: torch.Size, inner: int) -> Iterator[list[torch.Tensor]]:
-    """Yield the tensors in the order of heads, with tp as the outer dimension; then each TP rank's, gathered over CP."""
+    """Yield all ranks' tensors in the order of heads (by TP rank, then CP rank); then one tensor per TP rank, gathered
+    over CP."""
     if not 1 < inner < len(gathered):
         return
     by_tp_rank = [gathered[tp_rank::inner] for tp_rank in range(inner)]
@@ -111,7 +112,8 @@ def _packed(
 def _from_2d_shards(gathered: list[torch.Tensor], dim: int, size: int, inner: int) -> torch.Tensor | None:
     """Return the full tensor whose shards over a 2-D mesh, with a last dimension of `inner` ranks, are `gathered`.
 
-    The shards hold tokens, and may be padded at their end along either mesh dimension. None if they have another size.
+    The shards hold tokens; along each mesh dimension the last shards may be padded at their end. Return None if the shards
+    have another size.
     """
     outer_size = shard_size(size, len(gathered) // inner)
     if all(tensor.shape[dim] == shard_size(outer_size, inner) for tensor in gathered):

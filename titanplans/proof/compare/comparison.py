@@ -33,7 +33,7 @@ class Comparison:
     unexpected: tuple[str, ...] = ()
 
     def run(self, training: TrainingRun) -> None:
-        """Run `training`, and compare at each of its points, until the end of the first step with a difference."""
+        """Run `training` and compare at each point of it. Stop at the end of the first step with a difference."""
         for point, quantities in training.points():
             with torch.no_grad():
                 full = full_tensors([*quantities.values()], self.world)
@@ -41,7 +41,7 @@ class Comparison:
                     self._compare(point, key, replicas)
             if ("norm", "") in quantities:
                 self._compare_names(point, quantities)
-                # Later steps would differ because of this one. After an only step the weights are still compared.
+                # Later steps would differ because of this step. If there is only one step, its weights are still compared.
                 if len(training.script.steps) > 1 and not self.world.gather_objects(self.passed)[0]:
                     break
         self._compare_ties(training)
@@ -67,7 +67,8 @@ class Comparison:
         if not self.world.is_first or at not in self.reference.expected:
             return
         (what, where), (first, *others) = key, replicas
-        others = [other for other in others if not _is_equal(other, first)]  # most are, so compare no further
+        # Most replicas are equal bit by bit, and need no further comparison.
+        others = [other for other in others if not _is_equal(other, first)]
         difference_of, expected = self.reference.tolerance.difference, self.reference.expected[at]
         error = max(difference_of(value, expected) for value in (first, *others)) / self.reference.units[at]
         if self.reference.tolerance.compares(what) or not math.isfinite(error):

@@ -21,7 +21,7 @@ def exact_float8(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     different steps. If they differ by the rounding of float32, some casts do in every run.
 
     Raises:
-        PlanError: `dtype` is not float64, or the products are not emulated, so they can't be computed in it.
+        PlanError: `dtype` is not float64, or the products are not emulated, so they can't be computed in float64.
     """
     linears = float8_linears(model)
     if not linears:
@@ -58,7 +58,9 @@ def exact_float8(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
             return original_scale(*args, **kwargs)
 
     def cast_by_float32(*args: Any) -> torch.Tensor:
-        with without_torch_function():  # the same in a forward and in a backward, where `Widen` has no effect
+        with (
+            without_torch_function()
+        ):  # so that forward and backward cast alike: `Widen` has no effect in a backward
             return original_cast(*args)
 
     table[mm], float8_utils.amax_to_scale = multiply, amax_to_scale

@@ -16,12 +16,12 @@ from titanplans.split.cache import cache_argument, cache_of
 from titanplans.split.stages.trace import without_cache
 
 FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
-"""Errors of a model that does not run here, or is split wrongly: no driver, shapes that don't match, a missing
-parameter, ranks that differ."""
+"""Errors that a model raises if it does not run here or is split wrongly: a missing driver, shapes that don't match, a
+missing parameter, ranks that diverge."""
 
 Loss = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
-"""Takes logits [..., vocabulary], a DTensor if they are sharded, labels [...] and a number of tokens. Returns the sum of
-the losses of all tokens divided by that number, a plain scalar."""
+"""Takes logits [..., vocabulary] (a DTensor if they are sharded), labels [...] and a number of tokens. Returns the sum of
+the losses of all tokens divided by that number, as a plain scalar."""
 
 
 def call(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
@@ -32,8 +32,8 @@ def call(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
 
 def evaluate(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
     """Return the output of `model` in evaluation mode and without gradients, and set it to training mode again."""
-    # Leave out the routers' loss: transformers applies the attention mask to this forward's tokens, and with a cache the
-    # mask also covers earlier tokens.
+    # Leave out the routers' loss: transformers applies the attention mask to the router logits of this forward. With a
+    # cache the mask also covers earlier tokens, so the shapes would not match.
     if "output_router_logits" in inspect.signature(model.forward).parameters:
         inputs = {"output_router_logits": False, **inputs}
     model.eval()
@@ -44,7 +44,8 @@ def evaluate(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
 
 
 def widened(dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """Return a context in which a float64 model gets float64 where its code asks for float32; else do nothing."""
+    """Return a context in which the code of a float64 model gets float64 where it asks for float32. No effect for other
+    dtypes."""
     return Widen(dtype) if dtype == torch.float64 else nullcontext()
 
 
@@ -77,7 +78,7 @@ def backward(
 def at_logits(
     logits: torch.Tensor, labels: torch.Tensor, tokens: int, loss: Loss
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss of `logits` and its gradient with respect to them, which has their placements."""
+    """Return the loss of `logits`, and its gradient with respect to the logits, with the placements of the logits."""
     leaf = logits.detach().requires_grad_()
     value = backward(leaf, labels, tokens, loss)
     assert leaf.grad is not None
@@ -116,8 +117,9 @@ def first_line(error: Exception) -> str:
 
 
 def does_not_run(model: nn.Module, error: Exception, place: str) -> PlanError:
-    """Return the PlanError that reports `error` of the unsplit `model`, its source location, and the `place` in training."""
-    if isinstance(error, ParallelError):  # it refuses the model as it was built, and its message is complete
+    """Return a PlanError about `error`, which the unsplit `model` raised: its source location, and where in the training
+    (`place`)."""
+    if isinstance(error, ParallelError):  # our own refusal of the model; its message needs nothing added
         return PlanError(str(error))
     device = next(model.parameters()).device.type
     failed = f"{type(model).__name__}, unsplit, does not run on {device}: {first_line(error)} ({raised_at(error)}, {place})"

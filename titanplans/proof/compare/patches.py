@@ -1,4 +1,5 @@
-"""`unpatched`: refuse plans that replace code which the unsplit model runs, too. Both models would then be equally wrong."""
+"""`unpatched`: refuse a plan that replaces code which the unsplit model runs, too: both models could then be equally
+wrong."""
 
 import sys
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ def unpatched(model: nn.Module) -> Iterator[None]:
             if isinstance(holder, type) or _is_code(value_before):
                 where = f"{holder.__module__}.{holder.__qualname__}" if isinstance(holder, type) else holder
                 raise VerifyError(
-                    f"the plan replaced {where}.{name} for every model of this process, and so for the unsplit one of "
+                    f"the plan replaced {where}.{name} for every model of this process, and so for the unsplit model of "
                     "the proof: change the style's own module, with a hook or with module.forward = ..., not its "
                     "class or library"
                 )

@@ -1,8 +1,8 @@
 """A model split into pipeline stages; each rank of a proof has all stages. Start at `PipelinedModel`.
 
 Nothing is sent between stages. The blocks of a stage, the tensors that pass between stages, shared parameters and the
-order of the schedule are as in a job. As on several ranks, a stage receives detached tensors, and the backward of the stage
-before it starts with their gradients.
+order of the schedule are as in a job. As on several ranks, a stage receives detached tensors. The backward of the previous
+stage starts with the gradients of these tensors.
 """
 
 import copy
@@ -40,7 +40,7 @@ class PipelinedModel(nn.Module):
 
     Args:
         stages: the stages in order, each split by the plan.
-        shared: for each parameter that several stages hold, by its name in the unsplit model, its name by stage.
+        shared: maps the name in the unsplit model of each parameter that several stages hold to its name in each stage.
         plan: the plan of the unsplit model.
     """
 
@@ -67,7 +67,7 @@ class PipelinedModel(nn.Module):
         self.forward = forward
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Generator[tuple[str, nn.Module], None, None]:
-        """Yield each module once, from the first stage that has it, without those that hold the blocks."""
+        """Yield each module once, from the first stage that has it; modules that hold the blocks are left out."""
         seen = set()
         for stage in self.stages:
             for name, module in stage.model.named_modules():
@@ -90,7 +90,7 @@ class PipelinedModel(nn.Module):
                     yield unsplit_names.get((index, name), name), parameter
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Yield the parameters of all stages; one that several stages hold occurs in each."""
+        """Yield the parameters of all stages; a parameter that several stages hold is yielded once for each stage."""
         for stage in self.stages:
             yield from stage.model.parameters()
 
@@ -177,8 +177,9 @@ def run_in_order(
         stages: the stages in order.
         schedule: the name of torch's class without "Schedule".
         microbatches: the number of micro batches.
-        forward: runs one forward, from a micro batch's index, a stage, and the tensors received from the stage before.
-        loss: returns the loss from a micro batch's index and the output of the last stage.
+        forward: runs one forward; it takes the index of a micro batch, a stage, and the tensors received from the previous
+            stage.
+        loss: returns the loss; it takes the index of a micro batch and the output of the last stage.
     """
     received: dict[StageBatch, list[torch.Tensor]] = {}
     outputs: dict[StageBatch, list[torch.Tensor]] = {}
@@ -188,7 +189,7 @@ def run_in_order(
         weights = list(stages[index].model.parameters())
         if kind == "forward":
             sent = outputs.get((index - 1, batch), [])
-            # Detach them, as if they were sent: a backward of this stage ends at them.
+            # Detach the tensors, as if they were sent: a backward of this stage ends at them.
             received[here] = [x.detach().requires_grad_(x.requires_grad) for x in sent]
             output = forward(batch, stages[index], received[here])
             outputs[here] = [loss(batch, output)] if is_last else list(copy_views(output))

@@ -12,7 +12,8 @@ from titanplans.split.converted import is_cast
 
 
 class Recorder:
-    """Context that records the outputs of a model's modules in a forward inside it, and their gradients, also after it.
+    """Context manager that records the output of each module in a forward, and the outputs' gradients, even after its
+    exit.
 
     Args:
         model: unsplit or split.
@@ -20,10 +21,11 @@ class Recorder:
             is recorded as [sequences, tokens of each, hidden], since a rank may hold a shard of each sequence.
 
     Attributes:
-        tensors: detached, "name" for a module's output and "name'" for its gradient. If a module runs again, its key is
-            "name (run 2)".
+        tensors: the recorded tensors, detached, by key. The key of a module's output is its name, "name"; the key of the
+            output's gradient is "name'". If a module runs again, its key is "name (run 2)".
         order: keys of the outputs in the order in which the modules finished.
-        running: modules whose forward has begun and not ended. After an exception, the last of them has raised it.
+        running: modules whose forward has begun and not ended. If an exception ended the forward, the last of these
+            modules raised it.
     """
 
     def __init__(self, model: nn.Module, sequences: int = 1):

@@ -1,4 +1,4 @@
-"""The unsplit model's training: each quantity that is compared, and its unit. Start at `ReferenceRun`."""
+"""The unsplit model's training: each quantity that is compared, and its rounding unit. Start at `ReferenceRun`."""
 
 import copy
 import math
@@ -25,7 +25,7 @@ Point = tuple[str, str, str]
 
 
 class ReferenceRun:
-    """The unsplit model's training, and perturbed repetitions of it that measure the units.
+    """The unsplit model's training, and perturbed repetitions of it that measure the rounding units.
 
     Args:
         pristine: the unsplit model, on its device, with random weights. Only copies of it run.
@@ -33,10 +33,10 @@ class ReferenceRun:
         sampler: makes the batches.
         seed: seed of the perturbations.
         losses: further losses by name, compared at the logits.
-        ranks: the largest number of ranks, tp x cp, that it is compared with.
+        ranks: the largest number of ranks, tp x cp, of a split model that is compared with this reference.
         recording: record the modules' outputs and their gradients.
-        further: the dtype is one of the further dtypes, in which rounding may hide the effect of a wrong plan. In the main
-            dtype, a model whose rounding does so is refused.
+        further: the dtype is not the proof's main dtype. Then rounding may hide the effect of a wrong plan; in the main
+            dtype a model for which it does is refused.
 
     Attributes:
         pristine: the model in the scenario's dtype, with its frozen parameters.
@@ -164,7 +164,8 @@ class ReferenceRun:
         return measured
 
     def _pooled(self, units: Mapping[Point, float]) -> dict[Point, float]:
-        """Return the units of losses and norms in 16 bits: the largest relative unit of the kind so far, times the size."""
+        """Return the units of losses and norms in 16 bits: the size of each, times the largest relative unit of its kind
+        so far."""
         largest = {"norm": self.tolerance.eps}
         pooled = {}
         for key in filter(lambda key: self.tolerance.compares(key[1]), units):

@@ -1,7 +1,7 @@
 """Conditions of a batch that the model's own code refuses, which a proof leaves out and reports.
 
-They are found by running the model, since a signature does not tell: a model may take an `attention_mask`, and assert that
-there is none in training.
+The model is run to find them, since its signature is not enough: a model may take an `attention_mask`, and assert in its
+code that there is none in training.
 """
 
 import copy
@@ -33,7 +33,7 @@ from titanplans.split.stages.trace import logits_of
 from titanplans.styles.base import Style
 
 _REFUSALS = (AssertionError, NotImplementedError, ValueError)
-"""Errors by which code refuses an argument. Any other error is a mistake of the model or of this project."""
+"""Errors that code raises to refuse an argument. Any other error is a mistake of the model or of this project."""
 
 
 def leave_out_what_is_refused(model: nn.Module, sampler: Sampler) -> list[str]:
@@ -42,7 +42,7 @@ def leave_out_what_is_refused(model: nn.Module, sampler: Sampler) -> list[str]:
     A keyword without effect is also returned, but batches keep it.
 
     Raises:
-        PlanError: the model fails in another way than by refusing.
+        PlanError: the model fails with an error that is not a refusal.
     """
     batch, left_out = MicroBatch(2, 4), []
     padded, packed = replace(batch, padding="left"), replace(batch, documents=True)
@@ -100,7 +100,7 @@ def _refusal(
     """Return the error with which `model` refuses `what` of `batch`, with its source location; None if it runs.
 
     Raises:
-        PlanError: the model fails in another way than by a refusal of its own code.
+        PlanError: the model fails with an error that is not a refusal of its own code.
     """
     model, tokens = copy.deepcopy(model), sampler.tokens(batch, 0, cached=cached)
     inputs, token = _moved(model, tokens), _moved(model, next_token(tokens, sampler))
@@ -108,7 +108,7 @@ def _refusal(
         if cached:
             output = evaluate(model, inputs | {"use_cache": True})
             if (continuation := continued(model, token, output)) is None:
-                return f"its forward returns none called {either(CACHES)}"
+                return f"its forward returns no cache called {either(CACHES)}"
             evaluate(model, continuation)
         else:
             call(model.train(), inputs)

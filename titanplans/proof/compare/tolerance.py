@@ -1,11 +1,11 @@
-"""The tolerance of a correct plan: the unit in which a difference is measured, times the number of units allowed.
+"""The tolerance of a correct plan: a rounding unit, times the number of units by which a correct plan may differ.
 
-A split model computes the same sums as the unsplit one in another order, and its rounding differs.
+A split model computes the same sums as the unsplit model, but in another order, so its rounding differs.
 
 The *unit* of a quantity t, its "epsilon", is measured on the unsplit model. It is the largest change of t when every weight
-is perturbed by one rounding, w (1 + eps xi) with xi = -1 or 1 at random, over a few draws of the whole training. It is at
-least the rounding of t itself. So it contains the condition number of the model, which does not depend on the plan. A
-gradient that is zero up to rounding (a key bias's, which softmax cancels) gets the unit of its rounding.
+is perturbed by one rounding, w (1 + eps xi) with xi = -1 or 1 at random, over a few draws of the whole training. The unit
+is at least the rounding of t itself. So the unit contains the condition number of the model, which does not depend on the
+plan. If a gradient is zero up to rounding (as for a key's bias, which softmax cancels), its unit is its rounding.
 
 The number of units allowed is a bound of the worst case in float64, and a probable bound in fewer bits:
 
@@ -15,16 +15,17 @@ The number of units allowed is a bound of the worst case in float64, and a proba
   shapes, once for each step. Differences are max|a - b|. The bound is generous, since roundings cancel: a correct plan
   differs by about 1 unit. This does no harm, since a wrong placement differs by 10^13.
 - float32: the depth would allow differences as large as those of a wrong plan. So roundings are assumed independent
-  (Higham and Mary 2019, SIAM J. Sci. Comput. 41(5), A2815), and differences are root mean squares over a tensor. The
-  difference of two runs of the unsplit model, which measures a unit, has the variance 2 s^2. The split model rounds the
-  output of a region once on each of R ranks and as often in their sum, and the unsplit model rounds it once: their
-  difference has at most the variance (1 + 2 R) s^2 + s^2. The ratio of the standard deviations is at most sqrt(1 + R).
-  `CHANCE` multiplies it, since for a scalar, or a tensor of few elements, a correct plan may differ by several times the
-  largest of three draws.
+  (Higham and Mary 2019, SIAM J. Sci. Comput. 41(5), A2815), and differences are root mean squares over a tensor. Let
+  s^2 be the variance of one rounding of a region's output. A unit is measured by the difference of two runs of the unsplit
+  model, which has the variance 2 s^2. The split model rounds the output on each of R ranks, and up to R times in the sum,
+  and the unsplit model rounds it once. So their difference has at most the variance (1 + 2 R) s^2 + s^2, and the ratio of
+  the standard deviations is at most sqrt(1 + R). `CHANCE` multiplies it, since for a scalar, or a tensor of few elements,
+  a correct plan may differ by several times the largest of three draws.
 - bfloat16: a check, not a proof. The rounding of a tensor is as large as many mistakes, so only losses and norms are
-  compared, over which it averages out. `CHECKED` units are allowed. The unit is the largest relative change of any loss,
-  or of any norm, so far in the training; of a norm at least one rounding of its gradients. Everything else has to be
-  finite. The cases in float64 prove that the sums are right.
+  compared, over which rounding averages out. `CHECKED` units are allowed. The unit of a loss is the largest relative
+  change of any loss so far in the training. The unit of a norm is the largest relative change of any norm so far, and at
+  least one rounding of its gradients. Everything else has to be finite. The cases in float64 prove that the sums are
+  right.
 
 The weights after the training are an exception in float64: AdamW divides a gradient that is only rounding by its own
 size, and moves the weight in an arbitrary direction. `weight_unit` bounds this move by the gradient's unit.
@@ -40,12 +41,13 @@ DRAWS = 3
 """Perturbed runs of the unsplit model; the unit is the largest change in any of them."""
 
 FIRST_DRAWS = 1
-"""Draws until a case fails. With fewer draws the unit is no larger, so a case that passes would pass with `DRAWS`, too."""
+"""The number of draws with which cases begin. More draws can only enlarge the unit, so a case that passes would also pass
+with `DRAWS`."""
 
 MORE_DRAWS = 32
 """Draws in fewer bits than float64 before a case is reported as wrong. A correct plan acts like one more draw, which changes
 a quantity more than all 32 others once in 33 times, whatever the distribution. Some distributions are extreme: most draws
-change nothing, and a few move a number across a threshold, as of a router or of a cast to few bits."""
+change nothing, and a few move a number across a threshold, for example in a router or in a cast to few bits."""
 
 DECIDABLE = 0.8
 """The largest tolerance, relative to the quantity and multiplied by the number of ranks (at least 8). The smallest error of
@@ -53,12 +55,13 @@ a wrong plan is a missing contribution of one of R ranks: 1 / R of a gradient to
 
 CHECKED = 16.0
 """Number of units by which a loss or a norm may differ in bfloat16. Over 1,863 losses and norms of correct plans, of all
-architectures at degree 2, losses differ by at most 2.5 units of three draws, and norms by 1.5; in wider models GLA's by 13.
-With v_proj doubled, Qwen3's losses differ by up to 48 units, and its norms by 14 to 32."""
+architectures at degree 2, losses differ by at most 2.5 units of three draws, and norms by 1.5; in wider models the norms
+of GLA differ by up to 13 units. With v_proj doubled, Qwen3's losses differ by up to 48 units, and its norms by 14 to
+32."""
 
 CHANCE = 4.0
-"""The magnitude of a normal number exceeds 4 times the largest of three others once in 300 draws. This is the case of a
-scalar. It practically never happens to a tensor, whose mean square varies less."""
+"""The magnitude of a normal number exceeds 4 times the largest of three others once in 300 draws. This can happen to a
+scalar. It practically never happens to a tensor, since a mean square over many elements varies less."""
 
 
 class Tolerance:
@@ -66,11 +69,12 @@ class Tolerance:
 
     Args:
         model: unsplit.
-        logits: its largest logits [..., vocabulary], only their shape and dtype are used.
+        logits: its largest logits [..., vocabulary]; only their shape and dtype are used.
         steps: number of optimizer steps.
 
     Attributes:
-        exact: the tolerance bounds the worst case (float64), and differences are maxima. Else it is a probable bound.
+        exact: the tolerance bounds the worst case (float64), and differences are maxima. Otherwise the tolerance is a
+            probable bound, and differences are root mean squares.
         checks: only losses and norms are compared (16 bits).
         eps: machine epsilon of the dtype.
     """
@@ -122,7 +126,7 @@ def check_dtype(dtype: torch.dtype) -> None:
     if dtype not in (torch.float64, torch.float32):
         raise PlanError(
             f"dtype = {dtype}: its rounding is as large as many mistakes, so it proves nothing by itself: use torch.float64 "
-            "(or torch.float32); a few of its cases are in bfloat16"
+            "(or torch.float32), in which a few cases are checked in bfloat16, too"
         )
 
 
@@ -152,8 +156,9 @@ def perturb(model: nn.Module, seed: int) -> None:
         if not param.is_floating_point():  # codes of a quantized weight
             continue
         sign = torch.randint(2, param.shape, generator=generator).to(param) * 2 - 1
-        # In fewer bits any small change makes all activations round differently, as in a split model, whose weights are the
-        # same. The effect of the weights themselves should not be measured, so only a few change.
+        # In fewer bits any small change makes all activations round differently, as they do in a split model. A split
+        # model has the same weights as the unsplit model, so the effect of changed weights should not be measured, and
+        # only few weights change.
         if param.dtype != torch.float64:
             sign *= torch.randint(8, param.shape, generator=generator).to(param) == 0
         with torch.no_grad():

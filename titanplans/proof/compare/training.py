@@ -45,7 +45,7 @@ Key = tuple[str, str]
 
 
 class TrainingRun:
-    """The training of one model with the inputs of a script.
+    """The training of one model on the batches of a `Script`.
 
     Args:
         model: unsplit or split. It is changed, and should not be used afterwards.
@@ -55,7 +55,7 @@ class TrainingRun:
         fused: the head computes the loss in the last step.
 
     Attributes:
-        records: recorders by the name of a point, one for each micro batch and each forward, if recording.
+        records: a recorder for each micro batch and each forward, by the name of the point; {} unless recording.
         raw: gradients of the newest step by name, as the backward left them: Partial ones are not summed.
         optimizer: fused AdamW, as in torchtitan; in float64 with torch's defaults.
         adds_loss: the model has added a loss, such as a router's, to the cross entropy.
@@ -120,7 +120,7 @@ class TrainingRun:
 
     @property
     def place(self) -> str:
-        """The point, and the module if recorded, at which the training is or has failed, in words."""
+        """Where the training is, or where it has failed, in words: the point, and the module if modules are recorded."""
         record = self.records.get(self._point)
         if record is None:
             return f"in {self._point}"
@@ -129,14 +129,15 @@ class TrainingRun:
 
     @property
     def failed_module(self) -> str | None:
-        """The name of the module whose forward has failed, if recorded; None if none has."""
+        """The name of the module whose forward has failed; None if none has, or if modules are not recorded."""
         record = self.records.get(self._point)
         return record.running[-1] if record is not None and record.running else None
 
     def _batches(
         self, batches: Mapping[str, Sample], tokens: int
     ) -> Iterator[tuple[str, dict[Key, torch.Tensor]]]:
-        """Run all forwards of `batches`, by name of their point, and one backward; yield the loss and logits of each."""
+        """Run all forwards of `batches` and one backward; yield the loss and logits of each batch, by the name of its
+        point."""
         logits: dict[str, torch.Tensor] = {}
         losses: dict[str, torch.Tensor] = {}
 
@@ -182,7 +183,7 @@ class TrainingRun:
         if not isinstance(self.model, PipelinedModel) or self._draws or point.startswith("step 1,"):
             return None
         is_last = point.startswith(f"step {len(self.script.steps)},")
-        # A loss in the head, and frozen parameters, can't have separate backwards of inputs and of weights.
+        # With a loss in the head, or with frozen parameters, the backwards of inputs and of weights can't be separate.
         if self.script.freezes or (is_last and self._fused is not None) or not SPLITS_BACKWARD:
             return "Interleaved1F1B" if is_last else "LoopedBFS"
         return "InterleavedZeroBubble"
@@ -211,7 +212,7 @@ class TrainingRun:
 
     @property
     def _has_local_tokens(self) -> bool:
-        """Whether the logits are of this CP rank's local tokens only. Further losses do not support that."""
+        """Whether this CP rank has the logits of its local tokens only. Further losses do not support such logits."""
         border = border_of_model(self.model)
         return border is not None and border.tokens.ranks > 1
 
@@ -229,7 +230,7 @@ class TrainingRun:
             yield name, {("logits", ""): logits_of(self._evaluate(name, inputs))}
 
     def _continuation(self) -> Iterator[tuple[str, dict[Key, torch.Tensor]]]:
-        """Yield the logits of a forward that fills a cache, and of one with it, in evaluation mode."""
+        """Yield the logits of a forward that fills a cache, and of a forward that uses the cache, in evaluation mode."""
         # The stages of a pipeline do not support a cache.
         if self.script.cached is not None and not isinstance(self.model, PipelinedModel):
             filled, token = self.script.cached
@@ -263,8 +264,9 @@ def _local(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tens
 
 def _settings(dtype: torch.dtype) -> dict[str, Any]:
     """Return AdamW's settings that differ from torch's defaults."""
-    # AdamW divides a gradient by its own size plus eps = 1e-8. In float64 eps is far above rounding. In fewer bits it is
-    # below, so a gradient that is only rounding would make a full step. With eps = 1 it makes a step of rounding.
+    # AdamW divides a gradient by its own size plus eps = 1e-8. In float64 this eps is far above rounding. In fewer bits it
+    # is below rounding, so a gradient that is only rounding would make a full step. With eps = 1 its step is as small as
+    # rounding.
     return {} if dtype == torch.float64 else {"lr": 0.1, "eps": 1.0}
 
 

@@ -1,4 +1,5 @@
-"""The conditions that a failing case needs, and its first wrong tensor under those alone. Start at `Blame`."""
+"""Find the conditions that a failing case needs, and its first wrong tensor with only these conditions. Start at
+`Blame`."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -30,14 +31,15 @@ class Blame:
         self._explanations: list[Scenario] = [plain]
 
     def explain(self, case: CaseResult) -> CaseResult:
-        """Return `case` with the conditions that it needs, and its first wrong tensor under these alone."""
+        """Return `case` with the conditions that it needs to fail, and its first wrong tensor with only these
+        conditions."""
         failures: dict[Scenario, CaseResult] = {}
 
         def fails(scenario: Scenario) -> bool:
             try:
                 result = self.prove(case.options, scenario)
             except PlanError:
-                return False  # the unsplit model does not run under these conditions without the others
+                return False  # the unsplit model does not run under these conditions alone
             if not result.passed:
                 failures[scenario] = result
             return not result.passed
@@ -59,15 +61,15 @@ class Blame:
 
 
 def simpler(scenario: Scenario, plain: Scenario, fails: Callable[[Scenario], bool]) -> Scenario:
-    """Return a scenario that still fails, with as few conditions of `scenario` as one pass over them leaves.
+    """Return a scenario that still fails, with fewer of the conditions of `scenario`; makes one pass over the conditions.
 
     Delta debugging (Zeller and Hildebrandt 2002, "Simplifying and isolating failure-inducing input"): conditions are
     removed one by one, the largest first, and stay removed if the rest still fails.
 
     Args:
-        scenario: fails.
-        plain: has no conditions.
-        fails: proves a scenario again.
+        scenario: a scenario that fails.
+        plain: the scenario without conditions.
+        fails: proves a scenario, and returns whether it fails.
     """
 
     def try_instead(candidate: Scenario) -> bool:

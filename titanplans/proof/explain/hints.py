@@ -1,4 +1,4 @@
-"""Hints on a wrong plan: sections and added losses to check, and the style that would sum a gradient."""
+"""Hints about a wrong plan: packed sections to check, an added loss to name, the style that would sum a gradient."""
 
 from collections.abc import Mapping, Sequence
 
@@ -45,7 +45,7 @@ def added_loss_to_name(plan: TPPlan, model: nn.Module, *, adds_loss: bool) -> st
         return ""
     return (
         f"the model adds a loss to the cross entropy, and model_functions of {type(plan).__name__} is empty, so each "
-        "rank may add it: name there the function that computes it, with self.count_once"
+        "rank may add the full loss: return {name of the function that computes it: self.count_once} from model_functions"
     )
 
 
@@ -56,11 +56,11 @@ def summing_style(
     decoder: Decoder,
     options: TPOptions,
 ) -> str:
-    """Return the style that sums the gradient of a replicated parameter over the ranks, as a plan calls it.
+    """Return the name of the style that would sum the gradient of a replicated parameter over the ranks.
 
     This is `replicated_in_region()` in a region. After the region's sum and outside of regions it is
-    `replicated_on_stream()`, and only with sequence parallelism, since otherwise the gradient there is replicated. Return ""
-    if neither is certain.
+    `replicated_on_stream()`, and only with sequence parallelism, since otherwise the gradient there is replicated. Return
+    "" if it is not certain which of the two is right.
 
     Args:
         name: the parameter's name.

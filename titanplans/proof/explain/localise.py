@@ -1,6 +1,6 @@
 """The first wrong tensor of a failing case: each module's output and its gradient are compared. Start at `localise`.
 
-The verdict does not depend on this, because outputs have no declared layout: they are assembled from the ranks' tensors
+This does not decide whether a case fails. Outputs have no declared layout, so they are assembled from the ranks' tensors
 in the way that fits best (titanplans/proof/compare/assemble.py).
 """
 
@@ -59,7 +59,7 @@ def localise(
     """Return the failing `case` with the first wrong tensor of its forward, or else of its backward.
 
     Args:
-        training: the split model's training, recorded, perhaps only until it failed.
+        training: the split model's training, recorded; if it failed, only until then.
         plan: the plan of the unsplit model.
         reference: a recorded reference.
         world: every rank of it calls this.
@@ -153,7 +153,8 @@ class _Search:
         return self.reference.tolerance.difference(value, expected)
 
     def _output(self, point: str, key: str, label: str) -> _Comparison | None:
-        """Compare a recorded tensor; None on all ranks but the first, or if it was not recorded or can't be assembled."""
+        """Compare a recorded tensor. Return None if it was not recorded or can't be assembled, and on all ranks but the
+        first."""
         at = (point, "outputs", key)
         if (point, key) not in self.common or at not in self.reference.expected:
             return None
@@ -185,9 +186,10 @@ class _Search:
         return expected.ndim > self.options.sequence_dim and expected.shape[self.options.sequence_dim] == 1
 
     def first_wrong(self, direction: str, comparisons: list[_Comparison]) -> Finding | None:
-        """Return the first wrong tensor and correct ones near it; None if all are correct.
+        """Return the first wrong tensor and correct tensors near it; None if all are correct.
 
-        Correct ones come before it, or in a backward also after it in the same parent module.
+        The correct tensors come before the wrong one; in a backward they may also come after it, in the same parent
+        module.
         """
         tolerance = self.reference.tolerance.allowed(self.world.mesh.size())
         is_right = [comparison.location.error <= tolerance for comparison in comparisons]
@@ -242,7 +244,7 @@ def diagnose(
     if math.isclose(ratio, ranks, rel_tol=1e-3):
         return f"exactly {ranks} times too large: once for each rank"
     if math.isclose(ratio, 1 / ranks, rel_tol=1e-3):
-        return f"exactly 1/{ranks} of it: divided by the number of ranks"
+        return f"exactly 1/{ranks} of the right one: divided by the number of ranks"
     return f"exactly {ratio:.4g} times the right one"
 
 

@@ -24,7 +24,8 @@ def fake_ranks(count: int, cp: int = 1, device_type: str = "cpu") -> Iterator[De
     refuse_existing_group()
     dist.init_process_group("fake", rank=0, world_size=count, store=fake_store())
     try:
-        # DTensor caches shardings by mesh, and an earlier mesh of the same shape is equal although its group is gone.
+        # DTensor caches shardings by mesh. An earlier mesh of the same shape compares equal, although its group no longer
+        # exists.
         clear_sharding_cache()
         sizes = mesh_sizes(count, cp)
         yield init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))

@@ -15,7 +15,7 @@ class RanksDiverged(RuntimeError):
 
 
 class RankStopped(BaseException):
-    """Ends a rank's work because another rank failed."""
+    """Raised in a rank to end its work, because another rank failed."""
 
     # Not an `Exception`, so that a model's own `except Exception` does not catch it.
 
@@ -35,15 +35,16 @@ class Lockstep:
         """The ranks' global ranks, in the order of the mesh."""
         self.rank_queries: dict[str, None] = {}
         """Python modules, other than torch's and ours, that called `dist.get_rank()`; the values are unused."""
-        # A rank runs when it gets an item from its queue. threading's semaphores would do, but are written in Python.
+        # A rank runs when it gets an item from its queue. A semaphore of `threading` would work, too, but is slow Python
+        # code.
         self._turns: list[SimpleQueue[None]] = [SimpleQueue() for _ in range(ranks)]
         self._turns[0].put(None)
         self._all = tuple(range(ranks))
         self._waiting: dict[int, _Arrival] = {}
         self._outcomes: dict[int, _Outcome] = {}
-        """By rank, the outcome of the collective that it waits for, once that has run."""
+        """By rank, the outcome of the collective that the rank waits for; set when the collective has run."""
         self._depths = [0] * ranks
-        """By rank, the number of nested calls of `together` that it is in."""
+        """By rank, the number of nested calls of `together` that the rank is in."""
         self._failure: BaseException | None = None
         self._stopped = False
 
@@ -55,10 +56,11 @@ class Lockstep:
         act: Callable[[list], Any],
         ranks: tuple[int, ...] | None = None,
     ) -> Any:
-        """Wait for the other `ranks` (default: all), and return `act(values)`, with their values in that order.
+        """Wait for the other `ranks` (default: all), and return `act(values)`, with the ranks' values in the order of
+        `ranks`.
 
-        `act` runs once, on the last rank to arrive. All ranks fail if their `what`, the name and the settings of the
-        collective, differ, or if all ranks wait and no collective is complete (a deadlock).
+        `act` runs once, on the last rank to arrive. `what` has the name and the settings of the collective. All ranks fail
+        if it differs between them, or if all ranks wait and no collective is complete (a deadlock).
         """
         outcome = self._arrive(rank, _Arrival(self._all if ranks is None else ranks, what, value, act))
         if self._failure is not None:
@@ -66,7 +68,7 @@ class Lockstep:
         return outcome.result
 
     def together(self, rank: int, work: Callable[[], T]) -> T:
-        """Return the result of `work` on this rank, or raise on every rank the error of the first to fail."""
+        """Return the result of `work` on this rank. If a rank fails, raise the first rank's error on every rank."""
         self._depths[rank] += 1
         result = None
         try:
@@ -106,7 +108,7 @@ class Lockstep:
             if outcome.has_ended:
                 return outcome.result
             if outcome.shallowest is not None and outcome.shallowest < depth:
-                raise RankStopped  # the others have left this `together`
+                raise RankStopped  # the other ranks have left this call of `together`
 
     def _arrive(self, rank: int, arrival: "_Arrival") -> "_Outcome":
         self._waiting[rank] = arrival
@@ -124,7 +126,8 @@ class Lockstep:
         return self._outcomes.pop(rank, _Outcome())
 
     def _run_collective(self, ranks: tuple[int, ...]) -> None:
-        """Run the collective of `ranks`, called by the last to arrive. Release these ranks, or all that wait if it fails."""
+        """Run the collective of `ranks`; the last rank to arrive calls this. Release these ranks; if it fails, release all
+        ranks."""
         arrivals = [self._waiting[rank] for rank in ranks]
         whats = [arrival.what for arrival in arrivals]
         end_depths = [what[1] for what in whats if what[0] == _END]

@@ -1,4 +1,5 @@
-"""Prove parts of a proof in forked processes: threads that are ranks run one at a time, so a process uses one core."""
+"""Run parts of a proof in forked processes. Ranks that are threads run one at a time, so one process uses only one
+core."""
 
 import multiprocessing
 import os
@@ -13,7 +14,7 @@ from titanplans.errors import UserError
 T = TypeVar("T")
 
 OnUpdate = Callable[[Any], None]
-"""Is called with an update, a picklable value, before the work ends."""
+"""A function that is called with each update, a picklable value, while the work runs."""
 
 
 def run_in_processes(
@@ -24,8 +25,9 @@ def run_in_processes(
 ) -> list[T]:
     """Run `work` in each of at most `processes` processes, and return their results, which must be picklable.
 
-    With one process, `work` runs in this one. Several need Linux, and have to be forked before torch has run a backward or
-    used a second thread in this process: a later fork has no autograd, and waits for threads that it does not have.
+    With one process, `work` runs in the current process. Several processes need Linux, and have to be forked before torch
+    has run a backward or used a second thread in the current process: after a later fork autograd does not work, and the
+    child waits for threads that were not copied.
 
     Args:
         work: is called with an iterator of indices and a function that sends an update.
@@ -49,7 +51,7 @@ def run_in_processes(
             job = partial(work, indices, lambda update, sender=sender: sender.send((False, update)))
             process = context.Process(target=_work_and_exit, args=(job, sender), daemon=True)
             process.start()
-            sender.close()  # only the child holds it open now, so that its end is seen here
+            sender.close()  # now only the child has it open, so the receiver notices when the child ends
             running[receiver] = process
         results: dict[Connection, T] = {}
         while len(results) < len(running):

@@ -1,4 +1,5 @@
-"""The process group of ranks that are threads, and a record of who calls `dist.get_rank()`. Start at `ThreadGroup`."""
+"""The process group of ranks that are threads, and a record of the code that calls `dist.get_rank()`. Start at
+`ThreadGroup`."""
 
 import inspect
 import threading
@@ -16,11 +17,11 @@ BACKEND = "titanplans_threads"
 
 
 class ThreadGroup(threaded.ProcessLocalGroup):
-    """Process group whose ranks are threads: torch's, with collectives that run through `lockstep`.
+    """Process group whose ranks are threads: torch's class, with collectives that run through `lockstep`.
 
     The world is a job with two data-parallel replicas, and the threads are the ranks of one of them. The other replica's
-    ranks have no threads. A collective that includes them is refused: the plan used the default group instead of the
-    mesh's.
+    ranks have no threads. A collective that includes the other replica is refused, because the plan then used the default
+    group instead of the mesh's group.
     """
 
     lockstep: Lockstep
@@ -116,7 +117,7 @@ def _caller() -> str:
 def _may_skip_other_replica(collective: Any) -> bool:
     """Whether a collective on the default group is right without the other replica's ranks.
 
-    A barrier is, and so is torch's comparison of DTensors, whose answer is the same in every correct replica.
+    This holds for a barrier, and for torch's comparison of DTensors, whose result is the same in every correct replica.
     """
     if isinstance(collective, _Barrier):
         return True

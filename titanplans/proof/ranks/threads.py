@@ -36,12 +36,13 @@ class ThreadWorld:
     Attributes:
         mesh: 1-D, "tp": all ranks.
         mesh_of: `mesh_of(cp)` and `mesh_of.of_experts(ep)` return meshes of the same ranks.
-        is_first: this is the first rank, which makes the comparisons for all ranks.
+        is_first: whether this is the first rank. It compares the tensors for all ranks.
         rank_queries: Python modules, other than torch's and ours, that called `dist.get_rank()`.
     """
 
     exact: bool
-    """The same work gives the same bits on every rank; False on a GPU, where kernels sum with atomic operations."""
+    """Whether the same work gives the same bits on every rank. False on a GPU, where kernels sum with atomic
+    operations."""
 
     def __init__(self, meshes: "Meshes", rank: int, lockstep: Lockstep):
         self.exact = meshes.device_type == "cpu"

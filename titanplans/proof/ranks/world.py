@@ -21,14 +21,14 @@ T = TypeVar("T")
 
 RANKS = ("threads", "process_group")
 SMALL = 2**27
-"""The largest model, in bytes, whose arithmetic does not keep two cores busy."""
+"""A model of at most this many bytes does not keep two cores busy."""
 
 
 class ProcessWorld:
     """The interface of `ThreadWorld` for the default process group, over gloo or NCCL, with one rank in each process.
 
-    Unlike in a `ThreadWorld`, an error in `together` is raised on its rank only, and the other ranks wait until their
-    timeout.
+    Unlike in a `ThreadWorld`, an error in `together` is raised only on the rank where it occurs, and the other ranks wait
+    until their timeout.
     """
 
     exact = False  # kernels that sum with atomic operations give each rank different bits
@@ -131,7 +131,7 @@ def _full_replicas(tensor: DTensor, gathered: list[torch.Tensor]) -> list[torch.
     """Return the full tensor of each replica of `tensor`; `gathered` has its local tensors by rank."""
     mesh, ranks = tensor.device_mesh, len(gathered)
     if any(p.is_partial() for p in tensor.placements):
-        return gathered  # summed before it was gathered
+        return gathered  # Partial tensors were summed before they were gathered
     names = mesh.mesh_dim_names if mesh.size() != ranks else None
     # Ranks outside of the tensor's mesh are replicas: the TP ranks, for a mesh of "cp" alone.
     replicas = ranks // mesh.size()

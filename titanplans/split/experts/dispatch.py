@@ -33,10 +33,10 @@ class ExpertRanks(NamedTuple):
     tp: int
     """Number of neighbouring ranks that have the same tokens: the tensor-parallel ranks."""
     tp_rank: int
-    """This rank's index among them."""
+    """This rank's index among the tensor-parallel ranks."""
     capacity: float | None = None
-    """An expert takes from each rank at most this factor times the mean number of tokens that the rank sends to an expert;
-    None: all."""
+    """An expert takes from each rank at most this factor times the rank's mean number of tokens per expert. None: no
+    limit."""
 
 
 def install_dispatch(module: nn.Module, ranks: ExpertRanks) -> None:
@@ -146,7 +146,7 @@ def _within_capacity(
     """Drop pairs beyond an expert's capacity, those of the last tokens first (Switch Transformer, arXiv:2101.03961, 2.2).
 
     Args:
-        module: counts the pairs dropped in training; a recomputed forward is not counted again.
+        module: its state counts the pairs dropped in training; a recomputed forward is not counted again.
         order: pairs sorted by expert, then by token.
         counts: the number of pairs of each expert.
         factor: the capacity divided by the mean number of pairs of an expert.

@@ -9,7 +9,8 @@ CHOSEN = 3
 COUNTED = 2
 """torchtitan: tokens [N, H] sorted by expert, and the count of each expert [experts]."""
 EVERY = 1
-"""Llama 4: every token for every expert [experts * N, H], sorted by expert; zeros if it is not routed to the expert."""
+"""Llama 4: every token once for each expert [experts * N, H], sorted by expert. Tokens not routed to an expert are
+zeros."""
 
 
 def interface_of(module: nn.Module) -> int | None:

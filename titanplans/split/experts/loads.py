@@ -30,7 +30,7 @@ class ExpertMixture(NamedTuple):
 
 
 class Loads:
-    """Counts the tokens that each expert of `model` gets in forwards in training; recomputed forwards are not counted.
+    """Counts the tokens that each expert of `model` gets in training forwards; recomputed forwards are not counted.
 
     Each rank counts its own tokens; tensor-parallel ranks have the same tokens. The model may be on any device. Create a
     `Loads` before the first forward.
@@ -66,7 +66,8 @@ class Loads:
                 state.dropped = None
 
     def take(self, groups: Iterable[dist.ProcessGroup]) -> torch.Tensor | None:
-        """Return the token counts [mixtures, experts] since the last call, summed over all ranks; None without a forward.
+        """Return the token counts [mixtures, experts] since the last call, summed over all ranks; None if no forward
+        ran.
 
         Collective over `groups`, which together cover all ranks with different tokens.
         """

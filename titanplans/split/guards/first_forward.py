@@ -59,13 +59,14 @@ class _FirstForward:
         self.handles: list[Any] = []
         self.has_started = False
         self.parameters: dict[int, dict[str, nn.Parameter]] = {}
-        """By `id` of each module that may be called: the parameters that it had after the split; {} after a forward."""
+        """Maps the `id` of each module that may be called to its parameters after the split; emptied by the first
+        forward."""
         self.generator_state: torch.Tensor | None = None
         """The generator's state before the first forward in training mode, and after each draw of an adapter's dropout."""
         self.has_drawn = False
         """Something other than an adapter's dropout has drawn random numbers."""
         self.running: nn.Module | None = None
-        """The module whose first forward in training mode this is."""
+        """The module that now runs its first forward in training mode; None if no such forward runs."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_FirstForward":
         """Give a copied model its own hooks, on the same mesh."""
@@ -74,7 +75,7 @@ class _FirstForward:
         return twin
 
     def before(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
-        # A compiler would trace the checks, and a recorder or fake tensors, which watch the dispatch, would see them.
+        # A compiler would trace the checks, and a dispatch mode (a recorder, fake tensors) would record them.
         if torch.compiler.is_compiling() or has_dispatch_mode() or self.running not in (None, module):
             return
         parameters, self.parameters = self.parameters, {}

@@ -42,7 +42,7 @@ def guard_forwards(model: nn.Module, base: nn.Module, facts: ForwardFacts) -> No
 
 @cache
 def _without_head(cls: type[nn.Module]) -> type[nn.Module]:
-    """Subclass `cls`, whose forward may compute logits with its embedding's sharded weight, to explain torch's error."""
+    """Subclass `cls` to explain torch's error if its forward computes logits with the embedding's sharded weight."""
 
     @wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

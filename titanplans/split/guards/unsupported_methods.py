@@ -51,7 +51,8 @@ def refuse_unsupported_methods(model: nn.Module) -> None:
 
 
 class _NoDDP:
-    """The names that `DistributedDataParallel` ignores, which it reads before anything else."""
+    """Stands for the names that `DistributedDataParallel` ignores: DDP iterates over them first, and so raises this
+    error."""
 
     def __iter__(self) -> NoReturn:
         raise PlanError(

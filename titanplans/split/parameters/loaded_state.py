@@ -27,7 +27,7 @@ _CHECKED = "_state_of_this_rank"
 
 
 def load_as_shards(model: nn.Module) -> None:
-    """Let `model.load_state_dict` take full tensors; let it, and optimizer steps, refuse shards of another rank."""
+    """Let `model.load_state_dict` take full tensors. Let both it and optimizer steps refuse shards of another rank."""
     for module in model.modules():
         if any(isinstance(parameter, DTensor) for parameter in module._parameters.values()):
             module.register_load_state_dict_pre_hook(_take_shards)
@@ -99,7 +99,7 @@ def check_optimizer_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """
     if torch.compiler.is_compiling():  # `compile_optimizer` calls this before the compiled step
         return
-    # This state was checked before: load_state_dict would have made a new one.
+    # This state has been checked before: a load_state_dict since then would have replaced the state object.
     if optimizer.__dict__.get(_CHECKED) is optimizer.state:
         return
     for parameter, state in optimizer.state.items():

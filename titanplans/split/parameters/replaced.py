@@ -1,4 +1,4 @@
-"""Parameters that a split has replaced: their gradients raise an error, so that no optimizer keeps one unnoticed."""
+"""Parameters that a split has replaced: reading their `grad` raises, so an optimizer that still holds them fails."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -30,8 +30,8 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
 def retire_replaced(module: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
     """Retire the parameters in `before` that `module` no longer has: from then on using their `grad` raises an error.
 
-    A tensor can't tell which optimizer holds it. But every optimizer, of torch or of another library, reads `grad` before
-    anything else, and so does gradient clipping.
+    The optimizers that hold a parameter can't be found from the parameter. But every optimizer, of torch or of another
+    library, first reads the `grad` of its parameters, and so does gradient clipping.
     """
     now = parameters_of(module)
     current_ids = {id(parameter) for parameter in now.values()}

@@ -67,8 +67,8 @@ def sharding_axes(mesh: DeviceMesh, placements: tuple[Placement, ...], *, name: 
     """Return the mesh axes that shard a tensor, each with the dimension that it shards, in the order of splitting.
 
     Raises:
-        ModelError: a placement is neither Replicate, Shard nor StridedShard, or the split factor of a strided one is not
-            the product of the axes that split its dimension before it.
+        ModelError: a placement is neither Replicate, Shard nor StridedShard, or the split factor of a StridedShard is
+            not the number of shards that earlier axes make of its dimension.
     """
     strided = [axis for axis, placement in enumerate(placements) if isinstance(placement, StridedShard)]
     plain = [axis for axis in range(len(placements)) if axis not in strided]

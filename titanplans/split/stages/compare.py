@@ -71,7 +71,9 @@ def _check_mode(
         stage_names = [name for name in names if is_present(name, stages.absent[index])]
         label = f"stage {index} of {len(stages)}"
         expressions.begin(stage_model, received)
-        alone = f"{label} lacks modules and values of other stages, except what blocks return, and ends with"
+        alone = (
+            f"{label} has only its own modules and the values that blocks return, and its forward ends with"
+        )
         with as_user_error(alone, ParallelError):
             forward = partial(stage.run, received, partial(_output, stage_model, inputs))
             staged = _run(expressions, stage_model, stage_names, forward)
@@ -79,13 +81,13 @@ def _check_mode(
         if reason is None and not stage.gives and staged.output != unsplit.output:
             reason = "the logits are made of values that only another stage has"
         if reason is None and (idle := staged.trained - unsplit.trained):
-            reason = f"{min(idle)} gets a gradient of zeros, but none in the unsplit model"
+            reason = f"{min(idle)} gets a gradient of zeros, but gets no gradient in the unsplit model"
         if reason is not None:
             raise ParallelError(f"in {label}, {reason}. Let blocks pass values on as arguments and results")
         received = [x.detach().requires_grad_(x.requires_grad) for x in staged.sent]
         trained |= staged.trained
     if lost := unsplit.trained - trained:
-        raise ParallelError(f"{min(lost)} gets no gradient in any stage, but one in the unsplit model")
+        raise ParallelError(f"{min(lost)} gets no gradient in any stage, but gets one in the unsplit model")
 
 
 def _check_unsplit(
@@ -104,7 +106,7 @@ def _check_unsplit(
     if expressions.draws is not None:
         raise ParallelError(
             f"its forward draws random numbers ({expressions.draws}), which would be equal in all stages, and would "
-            "differ in a resumed job: draw none"
+            "differ in a resumed job: draw no random numbers in the forward"
         )
     if model.training:
         after = dict(model.named_buffers())
@@ -112,7 +114,8 @@ def _check_unsplit(
             for name in before.keys() & after.keys():
                 after[name].copy_(before[name])
         again = _run(expressions, model, names, forward)
-        # It uses a buffer that the first forward has changed. The value is restored above, so reset the expression, too.
+        # The second forward uses a buffer that the first one has changed. Its value is restored above; reset its
+        # expression, too.
         if again.output != first.output:
             expressions.reset(model)
             again = _run(expressions, model, names, forward)

@@ -36,7 +36,7 @@ class Schedule(NamedTuple):
     """The properties of a schedule of torch."""
 
     stages_per_rank: range
-    """The numbers of stages that a rank may have."""
+    """How many stages a rank may have."""
     placement: Literal["loop", "v"] = "loop"
     """Rank r of n has the stages r, n + r, ... (loop), or r and 2n - 1 - r (v)."""
     splits_backward: bool = False

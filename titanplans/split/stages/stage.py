@@ -1,8 +1,8 @@
 """A pipeline stage: the model's own forward over some of its blocks, with stand-ins for the modules of other stages.
 
 Each stage runs the model's forward from the first line to the last. A stand-in for a block returns its arguments in the
-structure of the block's results, or values that came from earlier stages. So positions, masks, scales and layer indices
-are left to the model, and no plan or stage repeats them.
+structure of the block's results, or values that came from earlier stages. So the model's own code computes positions,
+masks, scales and layer indices, and neither plan nor stage repeats that code.
 """
 
 from collections.abc import Callable, Sequence
@@ -118,8 +118,8 @@ def _leaf(index: int, args: Any, kwargs: Any) -> Any:
 class StandInModule(AbsentModule):
     """Stands in for a module of another stage that is outside of the blocks.
 
-    It returns the tensor from the previous stage if this stage needs it. Otherwise no result of this stage depends on its
-    output, which is its input, or zeros.
+    If this stage needs the module's output, the stand-in returns the tensor that the previous stage sent. Otherwise it
+    returns its input, or zeros, and no result of this stage depends on them.
     """
 
     def __init__(self, module: nn.Module, name: str, width: int | None, received: Values):

@@ -62,8 +62,9 @@ class Stages:
         names = self.decoder.names
         yield from (name for at, name in enumerate(names) if not first <= at < last)
         for name, call in self.trace.outside.items():
-            # Code after the last block of an inner stage computes nothing that is used, so its modules have stand-ins.
-            # Modules that are called elsewhere, too, stay; stages share their parameters.
+            # Only the last stage uses the results of code after the blocks. In other stages the modules of that code
+            # get stand-ins. A module that is also called before the last block stays, and the stages share its
+            # parameters.
             follows = call.first == len(names) and (call.keeps_shape or name == self.decoder.head)
             if (is_before(call) and first > 0) or (follows and last < len(names)):
                 yield name

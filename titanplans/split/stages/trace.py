@@ -44,7 +44,8 @@ class Returned(NamedTuple):
     constant: Any
     """A leaf that is not a tensor; None for a tensor."""
     argument: int | None
-    """The index of the argument leaf that is this leaf, or else of one with the same shape; None: there is none."""
+    """The index of the leaf among the block's arguments that is this tensor, or else has its shape; None: there is
+    none."""
     value: Value | None
     """None: it is not a tensor, or it is an argument that the block returns unchanged."""
 
@@ -53,7 +54,7 @@ class BlockCall(NamedTuple):
     """One call of a block."""
 
     needs: frozenset[Value]
-    """The values that its arguments are, or are computed from."""
+    """The values that the block's arguments consist of, or are computed from."""
     returned: tuple[Returned, ...]
     structure: TreeSpec
     """The structure of its result."""
@@ -165,9 +166,11 @@ def trace(model: nn.Module, decoder: Decoder, inputs: Mapping[str, Any]) -> Trac
 
     def enter(index: int, block: nn.Module, args: Any, kwargs: Any) -> None:
         if origins.block is not None or index != len(calls):
-            before = "another one runs" if origins.block is not None else f"block {len(calls)} is due"
+            before = (
+                "while another block runs" if origins.block is not None else f"when block {len(calls)} is due"
+            )
             raise ParallelError(
-                f"it calls {decoder.names[index]} where {before}: a stage runs blocks once and in order"
+                f"it calls {decoder.names[index]} {before}: a stage runs blocks once and in order"
             )
         origins.block, origins.has_read = index, False
         arguments[:] = tree_leaves((args, kwargs))
@@ -234,7 +237,8 @@ def trace(model: nn.Module, decoder: Decoder, inputs: Mapping[str, Any]) -> Trac
         raise ParallelError(f"it does not call {decoder.names[len(calls)]}: a stage runs each of its blocks")
 
     def expanded(values: frozenset[Value]) -> frozenset[Value]:
-        """Replace values of modules that every stage calls, which can't be sent, with the values they are computed from."""
+        """Replace each value that is not sent, since every stage calls its module, with the values that it is computed
+        from."""
         sendable = {value for value in values if value.block >= 0 or is_before(outside[value.module])}
         sources = (made_of[value] for value in values - sendable)
         return frozenset(sendable).union(*map(expanded, sources))
@@ -244,7 +248,7 @@ def trace(model: nn.Module, decoder: Decoder, inputs: Mapping[str, Any]) -> Trac
 
 
 def is_before(call: OutsideCall) -> bool:
-    """Whether a module is called only before the blocks, and has a stand-in, which returns the value that it is sent."""
+    """Whether a module is called only before the blocks, and a stand-in can replace it in all stages but the first."""
     return call.last == 0 and (call.keeps_shape or call.width is not None)
 
 

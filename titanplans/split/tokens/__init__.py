@@ -1,1 +1,1 @@
-"""Context parallelism: a rank holds all weights and its tokens, and exchanges them for heads around a mixer's kernel."""
+"""Context parallelism: a rank has all weights and its tokens. Around a mixer's kernel it exchanges tokens for heads."""

@@ -56,7 +56,7 @@ _probe = _Probe()
 
 
 class ShardedSequence(torch.Tensor):
-    """A full sequence, although this rank holds only its own tokens, `shard`; created by `sharded_sequence`."""
+    """A tensor with the shape of a full sequence, of which this rank holds only `shard`; made by `sharded_sequence`."""
 
     shard: torch.Tensor
     tokens: LocalTokens
@@ -95,7 +95,7 @@ class ShardedSequence(torch.Tensor):
         if name in OF_TOKENS and isinstance(args[0], ShardedSequence):
             if _in_autograd_function(args):
                 if name == "view_as" and args[0] is args[1]:
-                    return _alias(args[0])  # for a function that returns its input, as FSDP2's
+                    return _alias(args[0])  # for an autograd function that returns its input, as FSDP2's do
                 return _apply_to_full(func, args, kwargs)
             if (name in VIEWS and _keeps_shape(name, args)) or _is_inactive_dropout(name, args, kwargs):
                 return args[0] if torch.is_grad_enabled() else args[0].like(args[0].shard)

@@ -32,7 +32,7 @@ def import_folder(
     Args:
         folder: the Hugging Face folder, with safetensors files and config.json.
         checkpoint: the folder to write, which must not exist. Its name must not be step-N, except step-0.
-        config: a config.json or a folder with one; None: `folder`'s.
+        config: a config.json, or a folder with a config.json; None: the config.json in `folder`.
         dtype: dtype of the floating-point tensors; None: unchanged.
 
     Raises:
@@ -59,8 +59,8 @@ def import_folder(
         dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
     except FileExistsError as error:
         raise ConfigError(
-            f"import: {writing} exists: another process writes it, or was killed while it wrote it; in the latter case, "
-            "remove it"
+            f"import: {writing} exists: another process is writing it, or was killed while it wrote it; if no process is "
+            "writing it, remove it"
         ) from error
     except (CheckpointException, OSError, NotSaved) as error:
         shutil.rmtree(writing, ignore_errors=True)

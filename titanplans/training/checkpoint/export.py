@@ -1,7 +1,7 @@
 """`titanplans export`: convert a distributed checkpoint, or adapters and their base weights, to a Hugging Face folder.
 
-It runs in one process on a CPU, tensor by tensor. Memory holds the largest tensor, or the tensors that transformers' format
-combines into one; with --adapter, it holds all adapters.
+The conversion runs in one process on a CPU, tensor by tensor. It needs memory for the largest tensor, or for the tensors
+that transformers' format combines into one; with --adapter, for all adapters.
 """
 
 import os
@@ -72,18 +72,18 @@ def export(
     folder that the job started from.
 
     Args:
-        checkpoint: a step-N folder of ours; one of torchtitan's, without a manifest, whose weights have the model's
-            parameter names; or a folder with peft's adapters.
+        checkpoint: a step-N folder of titanplans; a step-N folder of torchtitan (without a manifest), if its weights have
+            the model's parameter names; or a folder with peft's adapters.
         folder: where to write; must not exist.
-        config: a config.json, or its folder; None: the manifest's config.
+        config: a config.json, or a folder with a config.json; None: the manifest's config.
         dtype: dtype of the floating-point tensors in the files; None: as saved.
         max_shard_size: largest size of a file, in bytes or as "500MB".
         tokenizer: a folder or a repository with a tokenizer; None: the job's tokenizer, or else the base model's, if there
             is one.
         chat_template: a Jinja file that replaces the tokenizer's template; None: the job's template.
         adapter: write only the adapters, in peft's format.
-        base: for a checkpoint of adapters only, a Hugging Face folder, a repository or a step-N folder with the base
-            weights; None: what the manifest or peft's config names.
+        base: for a checkpoint of adapters only: a Hugging Face folder, a repository or a step-N folder with the base
+            weights; None: the folder or repository that the manifest or peft's config names.
         title: title of the model card, such as the name of a repository on the Hub; None: the folder's name.
 
     Raises:
@@ -98,9 +98,7 @@ def export(
         raise ConfigError(f"{what}: {reason}; remove --adapter")
     if base is not None and (adapter or not source.is_adapter_only):
         reason = "--adapter writes no base weights" if adapter else "the checkpoint holds all of them"
-        raise ConfigError(
-            f"{what}: --base is for weights that adapters are added to, but {reason}; remove --base"
-        )
+        raise ConfigError(f"{what}: --base names the base weights of adapters, but {reason}; remove --base")
     if adapter and (tokenizer or chat_template):
         option = "--tokenizer" if tokenizer else "--chat-template"
         raise ConfigError(f"{what}: --adapter writes no tokenizer; remove {option}")
@@ -134,8 +132,8 @@ def export(
             overrides = source.manifest.job.get("model.config_overrides", ()) if source.manifest else ()
             plain = modeling.build(source.config)
             base_tensors = base_weights(plain, base_folder, f"{what}: {base_folder}", overrides)
-            # Cast base weights to a dtype at least as wide as that of the job's adapters. peft's folder has no job: cast to
-            # a dtype at least as wide as --dtype, if it is set.
+            # Cast base weights to a dtype at least as wide as the dtype of the job's adapters. For peft's folder, which
+            # has no job, cast them to a dtype at least as wide as --dtype, if it is set.
             factor_dtypes = (tensor.dtype for name, tensor in weights.items() if is_factor(name))
             least_dtype = to_dtype if source.manifest is None else next(factor_dtypes)
             weights = add_base_weights(weights, base_tensors, adapters, least_dtype)
@@ -237,7 +235,8 @@ def _local_folder(
 ) -> str:
     """Return the local folder of a repository of the Hub, or `folder`.
 
-    `is_recorded` says that a manifest names it: jobs record the commit of a repository, so a name without one is a folder.
+    `is_recorded`: a manifest names `folder`. A manifest has the commit of a repository, so a name without a commit is a
+    folder.
     """
     repository = hub.repository_of(folder)
     if is_recorded and (repository is None or not repository.has_commit):

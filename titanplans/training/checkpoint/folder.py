@@ -61,8 +61,8 @@ def remedy(damaged: Path, damage: Callable[[Path], str | None] = damage) -> str:
 
     Args:
         damaged: the damaged checkpoint.
-        damage: returns what is wrong with a checkpoint, or None. It is called for the others, newest first, until one is
-            intact and has the training state.
+        damage: returns what is wrong with a checkpoint, or None. It is called for the other checkpoints, newest first,
+            until one is intact and has the training state.
     """
     to_remove = []
     for step in reversed(steps(damaged.parent)):
@@ -72,13 +72,13 @@ def remedy(damaged: Path, damage: Callable[[Path], str | None] = damage) -> str:
         elif step == 0 or read_manifest(checkpoint).holds == "training":
             return (
                 f"remove {' and '.join(to_remove)}, and the same command resumes from {checkpoint.name}, the newest intact "
-                "one"
+                "checkpoint"
             )
     return "no other checkpoint is intact and has the training state; move the folder away"
 
 
 def commit(checkpoint: Path) -> None:
-    """Rename `writing_path(checkpoint)`, which is complete, to `checkpoint`, and remove an older one of that name."""
+    """Rename `writing_path(checkpoint)`, which is complete, to `checkpoint`; remove an older checkpoint of that name."""
     replaced = checkpoint.with_name(f".{checkpoint.name}.replaced")
     if _is_checkpoint(checkpoint):
         checkpoint.rename(replaced)
@@ -89,7 +89,7 @@ def commit(checkpoint: Path) -> None:
 
 
 def remove(checkpoint: Path) -> Path:
-    """Rename a checkpoint so that it no longer counts, and return the new path, whose files can be removed later."""
+    """Rename a checkpoint so that it no longer counts as one. Return the new path; its files can be removed later."""
     removed = checkpoint.with_name(f".{checkpoint.name}.removed")
     if removed.exists():
         _erase(removed)
@@ -97,7 +97,7 @@ def remove(checkpoint: Path) -> Path:
 
 
 def tidy(folder: Path, states: Collection[str] = ("writing", "replaced", "removed")) -> None:
-    """Remove what a killed process has left in `folder`, to which no other process may be writing.
+    """Remove the files that a killed process has left in `folder`. No other process may be writing to `folder`.
 
     Args:
         folder: the folder of the checkpoints.
@@ -120,7 +120,7 @@ def _is_checkpoint(checkpoint: Path) -> bool:
         return False
     raise ConfigError(
         f"checkpoint.folder: {checkpoint} has no {MANIFEST}: another program or an older titanplans wrote it; move it "
-        "away, and if it is a checkpoint, start from it with checkpoint.initial_load_path"
+        "away; if it is a checkpoint, a job can start from it with checkpoint.initial_load_path"
     )
 
 

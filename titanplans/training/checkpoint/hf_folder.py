@@ -26,7 +26,8 @@ from titanplans.weights.merged import full_tensors
 from titanplans.weights.save import write_folder
 
 ADAPTER = "adapter"
-"""The subfolder for peft's files. In the step's folder, from_pretrained would add the adapters to the weights again."""
+"""The subfolder for peft's files. If they were next to the weights, from_pretrained would add the adapters a second
+time."""
 
 
 def save_hf_folder(
@@ -50,7 +51,7 @@ def save_hf_folder(
         checkpoint: the folder step-N.
         manifest: the manifest without `files`, which are added here.
         config, tokenizer, chat_template, dtype: arguments of `write_folder`.
-        layers: on rank 0, the layers of multi-token prediction to write, too.
+        layers: on rank 0, the layers of multi-token prediction that are also written; None: there are none.
 
     Raises:
         NotSaved: the disk is full, or refuses to write. It is raised on every rank, and incomplete files are left in

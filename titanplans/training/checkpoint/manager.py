@@ -1,6 +1,6 @@
 """`CheckpointManager` saves and loads a job's state with torch's distributed checkpoints. Start at `save` and `load`.
 
-`resume.py` decides what is loaded. `folder.py` gives a checkpoint its name once it is complete.
+`resume.py` decides which checkpoint is loaded. `folder.py` renames a checkpoint once it is complete.
 """
 
 import gc
@@ -96,7 +96,7 @@ class CheckpointManager:
         self._saving: Future | None = None
         self._staging: Future | None = None
         self._stager: DefaultStager | None = None
-        # Its thread is started when the first old checkpoint is removed.
+        # The thread of this executor starts when the first old checkpoint is removed.
         self._remover = ThreadPoolExecutor(1)
         self._chat_template: str | None = None
         self._layers: MultiTokenLayers | None = None  # on rank 0
@@ -105,10 +105,10 @@ class CheckpointManager:
         if dist.get_rank() == 0:
             folder.tidy(self.path)
         if self.options.last_save_in_hf:
-            # Names that can't be exported are refused now, before training. The template is read now, since its file may
-            # change while the job runs.
+            # Parameter names that can't be exported are refused now, before training. The chat template is read now, since
+            # its file may change while the job runs.
             check_names(modeling.build(self._hf_config), full_tensors(models, pipeline))
-            # There is at most one, since jobs with several chat templates have been refused.
+            # There is at most one chat template, since jobs with several have been refused.
             template = next(iter(chat_templates_of(self._job_values)), None)
             self._chat_template = template and Path(template).read_text(encoding="utf-8")
 
@@ -174,8 +174,9 @@ class CheckpointManager:
         layers = None if self.options.save_adapters_only else self._newest_layers()
         writer = CheckpointWriter(folder.checkpoint_path(self.path, step), manifest, layers)
         self._refuse_full(state)
-        # An asynchronous save leaves its copies of the state in reference cycles. In the training loop automatic collection
-        # is off, and the loop's own collections visit only young objects, but these copies are old once they are written.
+        # An asynchronous save leaves its copies of the state in reference cycles. In the training loop automatic garbage
+        # collection is off, and the loop's own collections visit only young objects. These copies are old when they have
+        # been written, so they are collected here.
         gc.collect()
         with self._raise_one_line(f"step {step} can't be saved in {self.path}"):
             if mode == "disabled":
@@ -202,8 +203,8 @@ class CheckpointManager:
             self._saving = response
 
     def _newest_layers(self) -> MultiTokenLayers | None:
-        """Return the layers of multi-token prediction, on rank 0, as the job's newest checkpoint has them."""
-        # The checkpoint that they were loaded from may have been removed since.
+        """Return, on rank 0, the layers of multi-token prediction in the job's newest checkpoint."""
+        # The checkpoint from which the layers were loaded may have been removed since then.
         if self._layers is not None and (steps := folder.steps(self.path)):
             newest = folder.checkpoint_path(self.path, steps[-1])
             if (newest / FILE).is_file():
@@ -316,7 +317,7 @@ class CheckpointManager:
         Raises:
             ConfigError: a file of the checkpoint is damaged.
         """
-        # Rank 0 decides for all: on a shared file system other ranks may see the folder as it was before.
+        # Rank 0 decides for all ranks: on a shared file system other ranks may see an outdated folder.
         resume = None
         if dist.get_rank() == 0:
             resume = decide_resume(self.job, self.path, restarted=restarted(os.environ))
@@ -378,8 +379,8 @@ class CheckpointManager:
             reader = CheckpointReader(checkpoint)
             saved = reader.read_metadata().state_dict_metadata
             if any(map(adapted, self.models)):
-                # A checkpoint may hold only the adapters, or only the base weights: load what it has. `check_saved` has
-                # refused checkpoints that lack anything else.
+                # A checkpoint may hold only the adapters, or only the base weights. Load the tensors that it has:
+                # `check_saved` has refused checkpoints that lack any others.
                 state = keep_tensors(state, names=saved)
             if OPTIMIZER in state:
                 state = state | {
@@ -412,9 +413,9 @@ class CheckpointManager:
 
     @contextmanager
     def _raise_one_line(self, what: str) -> Iterator[None]:
-        """Replace the CheckpointException that torch raises on all ranks if one has failed with an error of one line.
+        """Replace torch's CheckpointException by an error of one line, which begins with `what`.
 
-        The line begins with `what`.
+        torch raises a CheckpointException on all ranks if one rank has failed.
         """
         try:
             yield
@@ -445,7 +446,8 @@ class SavedOptimizerState:
         self._optimizers, self._parameters = optimizers, parameters
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizers' state, without parameters that the checkpoint lacks; a checkpoint is loaded into it."""
+        """Return the optimizers' state, into which a checkpoint is loaded. Parameters that the checkpoint lacks are left
+        out."""
         state = self._optimizers.state_dict()
         parameter_of = {
             key: key.removeprefix("state.").rpartition(".")[0] for key in state if key.startswith("state.")

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint, `titanplans.json`: what it holds, the job that saved it, and every file's checksum.
+"""The manifest of a checkpoint, `titanplans.json`: the checkpoint's contents, the job that saved it, all files' checksums.
 
 The manifest is written last, so a folder that has one is complete. Its last key is its own checksum. Imports no torch.
 """
@@ -42,11 +42,13 @@ class Manifest:
     """Size in bytes and checksum (XXH3, 128 bits, hexadecimal) of each file but the manifest."""
 
     plan: str | None = None
-    """Where the plan that split the model was from; None: it was not split, or an earlier version saved it."""
+    """The source of the plan that split the model; None: no plan split it, or an earlier version of titanplans saved
+    it."""
 
     @property
     def weights_only_reason(self) -> str:
-        """Why training can't be resumed from a checkpoint of weights only, as a sentence without its subject."""
+        """Why training can't be resumed from a checkpoint of weights only, as a phrase that follows the checkpoint's
+        name."""
         option = "last_save_model_only" if ".metadata" in self.files else "last_save_in_hf"
         return f"holds only the weights (checkpoint.{option}), so training can't be resumed from it"
 
@@ -78,7 +80,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """Return the manifest of a checkpoint.
 
     Raises:
-        ConfigError: it is damaged, or has a later format.
+        ConfigError: the manifest is damaged, or has a later format.
     """
     path = checkpoint / MANIFEST
     try:
@@ -115,7 +117,7 @@ def damage(
     except ConfigError as error:
         return str(error)
     if (match := _NAME.fullmatch(checkpoint.name)) and int(match[1]) != manifest.step:
-        return f"{checkpoint} holds step {manifest.step}; it has been renamed"
+        return f"{checkpoint} holds step {manifest.step}, so the folder has been renamed"
     files = manifest.files
     for name in [name for name in files if names is None or name in names][rank::ranks]:
         path, (size, checksum) = checkpoint / name, files[name]

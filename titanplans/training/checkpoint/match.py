@@ -1,7 +1,7 @@
 """Compare a checkpoint with a job before its ranks start: `check_saved` (the model), `check_optimizer`, `check_finished`.
 
-The model's config is compared with the one in the manifest. Without a manifest, as in torchtitan's checkpoints, only the
-names and shapes of the weights are compared.
+The model's config is compared with the config in the manifest. Without a manifest, as in torchtitan's checkpoints, only
+the names and shapes of the weights are compared.
 """
 
 import json
@@ -70,7 +70,7 @@ def describe_model_changes(
     *,
     token_ids: bool = True,
 ) -> str:
-    """Describe how a saved model differs from that of `config`, in the words of `describe_changes`; "" if it does not.
+    """Describe how a saved model differs from the model of `config`, as `describe_changes` does; "" if they are equal.
 
     Args:
         saved: `Manifest.model`.
@@ -116,14 +116,14 @@ def check_finished(last: Path, job: JobConfig) -> None:
     if saved_values and (differences := describe_changes(saved, current)):
         raise ConfigError(
             f"checkpoint.folder: {last} is the end of a finished job with other options ({differences}); name another "
-            "job.dump_folder to train this one, or return to those options"
+            "job.dump_folder to train this job, or return to the options of the finished one"
         )
 
 
 def check_saved(
     checkpoint: Path, model: PreTrainedModel, key: str, *, resumes: bool, overrides: Collection[str] = ()
 ) -> None:
-    """Refuse a checkpoint of another model, or one that training can't be resumed from.
+    """Refuse a checkpoint of another model, or, if `resumes` is set, a checkpoint without the training state.
 
     Args:
         checkpoint: a distributed checkpoint, or a Hugging Face folder with a manifest.
@@ -208,7 +208,7 @@ def check_optimizer(checkpoint: Path, groups: Iterable[ParameterGroup], key: str
     saved = CheckpointReader(checkpoint).read_metadata().state_dict_metadata
     if not parameters_with_state(saved):
         raise ConfigError(
-            f"{key}: {checkpoint} holds no optimizer state; start afresh with "
+            f"{key}: {checkpoint} holds no optimizer state; begin with new optimizer states: "
             'exclude_from_loading = ["optimizer"] in [checkpoint]'
         )
     for group in groups:
@@ -220,7 +220,7 @@ def check_optimizer(checkpoint: Path, groups: Iterable[ParameterGroup], key: str
                 raise ConfigError(
                     f"{key}: {checkpoint} holds {' and '.join(saved_states)} of {name}, but "
                     f"{group.optimizer}, which trains it in this job, needs {state}; use the optimizer of that run, or "
-                    'start afresh with exclude_from_loading = ["optimizer"] in [checkpoint]'
+                    'begin with new states: exclude_from_loading = ["optimizer"] in [checkpoint]'
                 )
 
 

@@ -23,7 +23,7 @@ _SECTIONS = (
     *("model", "training", "data", "optimizer", "lr_scheduler", "loss", "lora", "quantize"),
     *("parallelism", "activation_checkpoint", "compile", "debug"),
 )
-"""Sections of a job that say what is trained, and how. The other sections name folders and logs."""
+"""Sections of a job about the model, the data and the training. The other sections name folders and logs."""
 
 _CARD = """\
 ---

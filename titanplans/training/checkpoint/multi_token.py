@@ -1,7 +1,7 @@
 """Layers of multi-token prediction, which transformers' classes do not have: a safetensors file in a checkpoint's folder.
 
-They are neither loaded into a model nor trained. A checkpoint gets them from the folder or the checkpoint that its weights
-are from, and an exported folder has them under their names.
+These layers are neither loaded into a model nor trained. A checkpoint gets them from the folder or the checkpoint from
+which its weights were loaded. An exported folder has them under their names.
 """
 
 import math
@@ -34,7 +34,7 @@ class MultiTokenLayers(NamedTuple):
     names: tuple[str, ...]
 
     def describe(self) -> str:
-        """Return their number, and what is done with them."""
+        """Return a sentence about the number of tensors and what is done with them."""
         return f"{counted(len(self.names), 'tensor')} of multi-token prediction are kept unchanged, and not trained"
 
     @property
@@ -57,7 +57,7 @@ def find_layers(source: Path, plain: PreTrainedModel) -> MultiTokenLayers | None
 
     Args:
         source: the folder.
-        plain: the unsplit model of its weights, on meta.
+        plain: the unsplit model to which the folder's weights belong, on meta.
 
     Raises:
         ModelError: a file is damaged, or a Hugging Face folder holds another model.

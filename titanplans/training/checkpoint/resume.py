@@ -19,7 +19,8 @@ class Resume(NamedTuple):
     """A folder step-N or a Hugging Face folder; None: nothing is loaded, and the weights are initialised randomly."""
 
     contents: Literal["weights", "training"] = "weights"
-    """Whether only the weights are loaded, and training begins at step 1, or the training state, and training continues."""
+    """"weights": only the weights are loaded, and training begins at step 1. "training": training continues from the saved
+    state."""
 
     key: str = ""
     """The option that names `source`, for errors; `FOLDER_OPTION` for the job's own folder."""
@@ -138,9 +139,9 @@ def _weights_only_error(folder: Path, load_step: int, newest: int) -> ConfigErro
     reason = f"{checkpoint} {read_manifest(checkpoint).weights_only_reason}"
     remedy = f'start in a new folder with checkpoint.initial_load_path = "{checkpoint}"'
     if load_step == -1:
-        return ConfigError(f"{FOLDER_OPTION}: {reason}, and so do all others; {remedy}")
+        return ConfigError(f"{FOLDER_OPTION}: {reason}, and no other checkpoint holds more; {remedy}")
     return ConfigError(
-        f"checkpoint.load_step = {load_step}: {reason}; leave load_step out to resume from an earlier one, or {remedy}"
+        f"checkpoint.load_step = {load_step}: {reason}; omit load_step to resume from an earlier checkpoint, or {remedy}"
     )
 
 

@@ -28,8 +28,8 @@ class CheckpointWriter(FileSystemWriter):
     """Writes a checkpoint and its manifest into a temporary folder, and renames the folder when it is complete."""
 
     # The checksum of a file is computed while it is written. Each rank attaches its checksums to the results that torch
-    # sends to the rank that finishes the save. This works for a save in this thread, in another thread and in another
-    # process.
+    # sends to the rank that finishes the save. This works whether the save runs in this thread, in another thread or in
+    # another process.
 
     def __init__(self, checkpoint: Path, manifest: Manifest, layers: MultiTokenLayers | None = None):
         super().__init__(folder.writing_path(checkpoint))
@@ -156,13 +156,14 @@ class Planner(DefaultLoadPlanner):
         Raises:
             ConfigError: the object holds anything else.
         """
-        # torch's planner loads with weights_only=False. Loading it here first refuses what could run code.
+        # torch's planner loads the object with weights_only=False. It is first loaded here with weights_only=True, which
+        # refuses objects that could run code.
         try:
             torch.load(value, weights_only=True)
         except pickle.UnpicklingError as error:
             raise ConfigError(
-                f"{read_item.storage_index.fqn} in it is damaged, or holds objects that could run code; take another "
-                "checkpoint"
+                f"{read_item.storage_index.fqn} in the checkpoint is damaged, or holds objects that could run code; take "
+                "another checkpoint"
             ) from error
         value.seek(0)
         super().load_bytes(read_item, value)

@@ -41,7 +41,8 @@ def checkpoint_weights(checkpoint: Path, what: str) -> dict[str, LazyTensor]:
         what: the beginning of an error's message.
 
     Raises:
-        ConfigError: it is not a distributed checkpoint, or it is damaged. Reading a tensor may raise it, too.
+        ConfigError: `checkpoint` is not a distributed checkpoint, or is damaged. Reading a tensor may raise this error,
+            too.
     """
     if not os.path.isfile(checkpoint / ".metadata"):
         is_hf_folder = os.path.isfile(checkpoint / "config.json")
@@ -112,7 +113,7 @@ def base_weights(
         overrides: fields of the model's config that may differ.
 
     Raises:
-        ConfigError, ModelError: the weights are damaged, or another model's.
+        ConfigError, ModelError: the weights are damaged, or belong to another model.
     """
     fields: Mapping[str, Any] | None = None
     if os.path.isfile(base / ".metadata"):
@@ -126,7 +127,7 @@ def base_weights(
         changes = describe_model_changes(fields, plain.config, overrides, token_ids=False)
         if changes:
             raise ConfigError(
-                f"{what}: it is of another model ({changes}); name the one that the adapters were trained on"
+                f"{what}: it is of another model ({changes}); name the base weights that the adapters were trained on"
             )
     return weights
 
@@ -137,7 +138,7 @@ def add_base_weights(
     adapters: Mapping[str, nn.Module],
     least_dtype: torch.dtype | None,
 ) -> dict[str, LazyTensor]:
-    """Return the trained tensors and the base weights. Base weights that the job had in NF4 are quantised.
+    """Return the trained tensors and the base weights. Base weights that the job kept in NF4 are quantised again.
 
     Args:
         trained: tensors of adapters and of other trained modules; they replace base weights of the same name.

@@ -44,11 +44,12 @@ class StepBatch(NamedTuple):
     positions: torch.Tensor
     labels: torch.Tensor
     by_reader: dict[int, ReaderPosition]
-    """The positions, after this batch, of the readers that it was read from."""
+    """The positions after this batch of the readers from which the batch was read."""
     lengths: list[tuple[int, int]]
     """For each sequence, the index of its source and the number of its tokens without padding."""
     long: list[int]
-    """For each source, the number of documents longer than a sequence, which were cut or dropped, since the last batch."""
+    """For each source, the number of documents since the last batch that were cut or dropped, since they are longer than a
+    sequence."""
 
 
 class Exhausted(NamedTuple):
@@ -109,7 +110,8 @@ class StepBatches(IterableDataset):
             yield self._batch(sequences, {sequence.reader: sequence.after for sequence in sequences})
 
     def _remaining_batches(self, start: DataPosition, worker: int) -> Iterator[StepBatch]:
-        """Yield batches of the remaining sequences of all readers, one reader after another. Each worker reads them all."""
+        """Yield batches of the remaining sequences of all readers, one reader after another. Every worker reads all of
+        them."""
         rank, by_reader = self._slice, dict[int, ReaderPosition]()
         sequences = itertools.chain.from_iterable(
             self._sequences_of(reader, start) for reader in range(start.readers.count)
@@ -147,7 +149,8 @@ class StepBatches(IterableDataset):
             yield ReadSequence(tokens, source, reader, ReaderPosition(index + 1, tuple(positions)))
 
     def _batch(self, sequences: list[ReadSequence], by_reader: dict[int, ReaderPosition]) -> StepBatch:
-        """Return a batch of `sequences`; if there are too few, as at the end of the data, the others are padding."""
+        """Return a batch of `sequences`. If there are too few, as at the end of the data, the remaining sequences are
+        padding."""
         shape = self._slice.size, self._seq_len
         tokens, labels = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
         positions = np.tile(np.arange(self._seq_len), (self._slice.size, 1))
@@ -180,8 +183,8 @@ def _position_after(sequence: TokenSequence) -> SourcePosition:
     (epoch, document, digest), last = sequence.next_document, sequence.last_read
     ahead = None
     if last is not None:
-        # If a group of sequences spans two epochs, a change of files can't be checked up to its last document: ("", "")
-        # matches no document.
+        # If a group of sequences spans two epochs, changes of files can't be checked up to the group's last document. ("",
+        # "") matches no document, so a change of files is then refused.
         ahead = (json.dumps(last[1]), last[2]) if last[0] == epoch else ("", "")
     return SourcePosition(epoch, document, sequence.next_offset, digest, ahead, sequence.packed)
 

@@ -1,6 +1,6 @@
-"""Checks of the data before a process group exists. The loader would raise the same errors later, on every rank.
+"""Check the data before a process group exists. The loader would raise the same errors later, on every rank.
 
-.jsonl and .parquet files are converted here, and are in the cache of the `datasets` library when the ranks open them.
+The checks also convert .jsonl and .parquet files, so the ranks find these in the cache of the `datasets` library.
 """
 
 import itertools
@@ -30,7 +30,7 @@ def check_dataset(
         Lines about conversations: how many are used, and a warning if no answer ends in a stop token.
 
     Raises:
-        DataError: there is too little data, or `open_source` raises it.
+        DataError: there is too little data, or `open_source` refuses the data.
     """
     source, split = open_source(corpus, chat=chat), corpus.dataset_split
     shown = corpus.dataset_path or corpus.dataset
@@ -62,7 +62,7 @@ def read_position(folder: str | Path) -> dict[str, str]:
     """Return the loader's state in a distributed checkpoint (`…/step-N`); {} if it has none.
 
     Raises:
-        DataError: the state is one of torchtitan's, a pickle for each data-parallel rank.
+        DataError: the state is in torchtitan's form, a pickle for each data-parallel rank.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -73,8 +73,8 @@ def read_position(folder: str | Path) -> dict[str, str]:
     saved = {key for key in keys if key.startswith("dataloader.")}
     if saved and f"dataloader.{STATE_KEY}" not in saved:
         raise DataError(
-            f"{folder}: its position in the data is a pickle for each data-parallel rank (torchtitan's, or an earlier "
-            'version\'s), which is not supported; start the data anew with exclude_from_loading = ["dataloader"] in '
+            f"{folder}: its position in the data is a pickle for each data-parallel rank, as torchtitan or an earlier "
+            'version saves it, which is not supported; start the data anew with exclude_from_loading = ["dataloader"] in '
             "[checkpoint]"
         )
     if not saved:

@@ -13,10 +13,10 @@ T = TypeVar("T")
 def as_data_error(problem: str, remedy: str = "repair the file or leave it out") -> Iterator[None]:
     """Replace an exception that a library raises in the body with a DataError: "problem (reason); remedy".
 
-    A UserError that the body raises is raised unchanged, also if a library has raised another exception from it.
+    A UserError that the body raises is raised unchanged, even if a library has raised another exception from it.
 
     Raises:
-        DataError, UserError: see above.
+        DataError, UserError: as described above.
     """
     try:
         yield
@@ -24,7 +24,7 @@ def as_data_error(problem: str, remedy: str = "repair the file or leave it out")
         raise
     except (
         Exception
-    ) as error:  # readers of Arrow, pickles and tokenizers raise anything, even a bare Exception
+    ) as error:  # readers of Arrow, pickles and tokenizers raise all kinds, even a bare Exception
         cause: BaseException = error
         while cause.__cause__ is not None and not isinstance(cause, UserError):
             cause = cause.__cause__

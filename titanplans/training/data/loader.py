@@ -65,7 +65,8 @@ class TextDataLoader:
         """[data] with all `sources`; `documents` is "apart" or "joined"."""
 
         infinite: bool = True
-        """Mix the sources by weight, for `epochs` if it is set; False: read the sources once, one after another."""
+        """True: mix the sources by weight, for `epochs` passes if that is set. False: read the sources once, one after
+        another."""
 
         epochs: int | None = None
         """Passes over the data; None: unlimited."""
@@ -150,9 +151,9 @@ class TextDataLoader:
     def _begin(
         self, position: DataPosition, loader: DataLoader[Any]
     ) -> Iterator[StepBatch | DataError | Exhausted]:
-        """Start an iteration of `loader` at `position`; the next one starts at the beginning again."""
+        """Start an iteration of `loader` at `position`; a later iteration starts at the beginning again."""
         self._step_batches.start = position
-        batches = iter(loader)  # which copies `start` to the workers
+        batches = iter(loader)  # `iter` copies `start` to the workers
         self._step_batches.start = self._step_batches.beginning
         return batches
 
@@ -162,7 +163,7 @@ class TextDataLoader:
         """Yield the batch of each step with the position after it. Collective.
 
         Raises:
-            DataError: on all ranks in the same step, if one of them met an error.
+            DataError: raised on all ranks in the same step, if one rank could not read its data.
         """
         while (batch := next(batches, None)) is not None:
             if self._any_rank(isinstance(batch, DataError | Exhausted)):
@@ -170,8 +171,8 @@ class TextDataLoader:
                     raise errors[0]
                 # A reader is exhausted: drop this step on all ranks, and read the remaining readers one after another.
                 position = replace(merged(gather_objects(position)), is_sequential=True)
-                # DataLoader draws a seed here. A separate generator leaves torch's default one in the same state as in a job
-                # that resumes later, which does not draw this seed.
+                # DataLoader draws a seed here, but a job that resumes later does not draw it. With a separate generator
+                # torch's default generator has the same state in both jobs.
                 batches = self._begin(position, self._open(generator=torch.Generator()))
                 continue
             assert isinstance(batch, StepBatch)
@@ -185,7 +186,8 @@ class TextDataLoader:
     def _batches(
         self, steps: Iterator[tuple[StepBatch, DataPosition]]
     ) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        """Split the rank's batch of each step into local batches; the position changes with the last one of a step."""
+        """Split the rank's batch of each step into local batches; the position changes with the last local batch of a
+        step."""
         for batch, position in steps:
             self._metrics.count(batch)
             local_batches = [

@@ -24,7 +24,7 @@ class PackedSource:
     Args:
         name: the source's title.
         source: the source's documents.
-        data: the options in [data], which say how documents are packed.
+        data: the options in [data] about the packing of documents.
         tokenizer: the tokenizer for texts.
         seq_len: tokens per sequence.
         chat: the format of conversations; None: the documents are texts.
@@ -74,9 +74,11 @@ class PackedSource:
     def _documents(
         self, reader: int, readers: int, start: SourcePosition, epochs: int | None
     ) -> Iterator[tuple[tuple[int, Any, str], Any]]:
-        """Yield the documents from `start` on: (epoch, position in the source, digest up to and with it), and the tokens."""
+        """Yield the documents from `start` on, as pairs: (epoch, position, digest of the documents up to this one), and
+        the tokens."""
         epoch, document = start.epoch, start.document
-        # The digest of a position includes its document, which is the first that is read again.
+        # The digest of a position already includes the position's document, which is the first document that is read
+        # again.
         digest, includes_document = (_EMPTY_DIGEST, False) if document is None else (start.digest, True)
         while True:
             has_tokens = False
@@ -149,7 +151,7 @@ _EMPTY_DIGEST = "-"
 
 
 def _extend_digest(digest: str, document: "str | Tokens") -> str:
-    """Return the digest of the earlier documents, extended by `document`; an unknown digest, "", stays unknown."""
+    """Return `digest`, extended by `document`; an unknown digest, "", stays unknown."""
     content = document.encode("utf-8", "surrogatepass") if isinstance(document, str) else document.to_bytes()
     return digest and xxhash.xxh3_64(digest.encode() + content).hexdigest()[:12]
 

@@ -20,7 +20,7 @@ class TokenSequence:
     """A sequence, and the position of the next one."""
 
     inputs: np.ndarray
-    """`[n]`: token ids; n = seq_len, or less at the end of the documents or if documents are kept together."""
+    """`[n]`: token ids; n is seq_len, or less at the end of the data, or if documents are not cut."""
 
     labels: np.ndarray
     """`[n]`: the token after each input, or -100 if it does not count."""
@@ -29,7 +29,8 @@ class TokenSequence:
     """`[n]`: each input's position in its document, or in the sequence if documents are joined."""
 
     next_document: Any
-    """The position of the document from which the next sequence continues; for conversations, of the last one used."""
+    """The position of the document from which the next sequence continues; for conversations, of the last used
+    conversation."""
 
     next_offset: int
     """Where the next sequence begins in that document, as the argument `offset` of the function that packs."""
@@ -54,11 +55,11 @@ def pack(
         documents: pairs of a position and tokens `[n]`; n may be 0.
         seq_len: inputs in a sequence.
         offset: the index of the token in the first document at which the first sequence begins.
-        apart: positions restart with each document, and its first token is not predicted; else positions are those in the
-            sequence.
+        apart: positions restart with each document, and its first token is not predicted. Otherwise positions count from
+            the beginning of the sequence.
 
     Yields:
-        Full sequences; and at the end of the documents a shorter one, if a token is left to predict.
+        Full sequences, and at the end of the documents a shorter sequence if at least one token remains to be predicted.
     """
     buffer: deque[tuple[Any, np.ndarray]] = deque()
     buffered_tokens = -offset
@@ -100,7 +101,8 @@ def _take_sequence(buffer: deque[tuple[Any, np.ndarray]], offset: int, n: int, a
 
 
 SEQUENCES_AT_ONCE = 32
-"""Sequences that best fit fills together. They are kept in memory, and a resumed run tokenises their documents again."""
+"""The number of sequences that best fit fills together. They are kept in memory; a resumed run tokenises their documents
+again."""
 
 
 def pack_best_fit(
@@ -112,7 +114,7 @@ def pack_best_fit(
     apart: bool = True,
     drop: bool = False,
 ) -> Iterator[TokenSequence]:
-    """Pack documents into sequences by best fit: each goes where it leaves the least room.
+    """Pack documents into sequences by best fit: each document goes into the sequence in which it leaves the least room.
 
     Groups of `SEQUENCES_AT_ONCE` sequences are filled together. To continue after a sequence, pass the documents from its
     `next_document` on, its `next_offset` and its `packed`. With another `seq_len`, pass offset 0 and append the pair (old
@@ -121,8 +123,8 @@ def pack_best_fit(
     Args:
         documents: pairs of a position and tokens; documents of less than two tokens are dropped.
         seq_len: inputs in a sequence.
-        offset: the number of sequences of the group that have been used, plus `SEQUENCES_AT_ONCE` times the number of
-            fragments of the first document that belong to earlier groups.
+        offset: an integer with two parts: the number of sequences of the group that have been used, plus
+            `SEQUENCES_AT_ONCE` times the number of fragments of the first document that belong to earlier groups.
         packed: pairs of sequence length and offset with which the first documents were packed before, oldest first.
         apart: see `pack`.
         drop: drop documents longer than a sequence; else cut them into fragments.
@@ -140,7 +142,8 @@ def pack_best_fit(
     fragment, used = divmod(offset, SEQUENCES_AT_ONCE)
     for sequences, first, begin, end in _groups(remaining, seq_len, fragment, drop):
         for count, sequence in enumerate(sequences[used:], used + 1):
-            # Within a group the position is the beginning of the group; after its last sequence, that of the next group.
+            # Within a group the position is the beginning of the group; after the group's last sequence it is the
+            # beginning of the next group.
             document, fragment = begin if count < len(sequences) else end
             positions = [np.arange(len(tokens) - 1) for tokens in sequence]
             yield TokenSequence(
@@ -160,7 +163,7 @@ class _Document(NamedTuple):
 
     position: Any
     tokens: list[np.ndarray]
-    """The tokens: one array, or the fragments that sequences of another length have not used."""
+    """The tokens: one array, or the fragments that are left after sequences of another length have used some."""
     fragments: list[np.ndarray]
     """The same tokens, cut so that each fragment fits into a sequence."""
 
@@ -177,8 +180,9 @@ def _groups(
 ) -> Iterator[tuple[list[list[np.ndarray]], Any, _Fragment, _Fragment]]:
     """Yield groups of sequences that are filled together.
 
-    A group is a tuple of its sequences (lists of fragments), the position of the first of all documents, the first fragment
-    of the group, and the first fragment of the next group. The first group begins with `fragment` of the first document.
+    A group is a tuple: its sequences (lists of fragments), the position of the first of `documents`, the first
+    fragment of the group, and the first fragment of the next group. The first group begins with `fragment` of the first
+    document.
     """
 
     def cut(position: Any, arrays: list[np.ndarray]) -> _Document:
@@ -247,7 +251,7 @@ def pack_conversations(
         documents: pairs of a position and a conversation of at most `seq_len + 1` tokens, of which at least one counts.
         seq_len: inputs in a sequence.
         offset: 1 to skip the first conversation, else 0.
-        packing: put as many conversations into a sequence as fit; else one conversation.
+        packing: put as many conversations into a sequence as fit; otherwise only one.
     """
     packed: list[Tokens] = []
     inputs, last = 0, None

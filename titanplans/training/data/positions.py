@@ -1,4 +1,4 @@
-"""Which reader each sequence of a run comes from, whatever the number of ranks; and a run's position in the data.
+"""The reader of each sequence of a run, for any number of ranks, and a run's position in the data.
 
 When a run begins, its documents are divided among readers. A reader is an iterator over its documents. The sequences of
 the run are numbered: the first global batch of G sequences has indices 0 to G - 1, the next one G to 2G - 1. The index of a
@@ -21,9 +21,9 @@ class SourcePosition(NamedTuple):
     offset: int = 0
     """The index of a token in that document; for best fit, see the argument `offset` of `packing.pack_best_fit`."""
     digest: str = ""
-    """Digest of the epoch's documents up to that one; "" if unknown."""
+    """Digest of the epoch's documents up to `document`; "" if unknown."""
     ahead: tuple[Any, str] | None = None
-    """For best fit: the position of the last document that was read for the group of sequences, and the digest up to it."""
+    """For best fit: the position of the last document that was read for the group of sequences, with its digest."""
     packed: Sequence[tuple[int, int]] = ()
     """For best fit: the (sequence length, offset) pairs with which documents were packed before `seq_len` changed."""
 
@@ -44,7 +44,7 @@ class Readers:
     count: int
     """Number of readers."""
     sequences_per_turn: int = 1
-    """Number of consecutive sequences that come from one reader before it is the next one's turn."""
+    """Number of consecutive sequences that come from one reader before the next reader's turn."""
 
     def locate(self, sequence: int) -> tuple[int, int]:
         """Return the reader of a sequence, and how many sequences that reader yields before it."""
@@ -81,12 +81,12 @@ class BatchSlice:
 
 
 def divide(choose: Callable[[Sequence[int]], int], batch_slice: BatchSlice) -> Readers:
-    """Choose the readers so that no two ranks, and no two workers, open the same reader, if there are enough documents.
+    """Choose the number of readers so that, with enough documents, no two ranks and no two workers open the same reader.
 
     Ideally each sequence of a global batch has its own reader, and each worker has different readers.
 
     Args:
-        choose: called with numbers of readers, the best first; returns one of them, or 1 if none is possible.
+        choose: a function that is called with possible numbers of readers, the best first; it returns one of them, or 1.
         batch_slice: the slice of any rank of the job that begins.
     """
     slots = batch_slice.global_batch * batch_slice.workers
@@ -107,7 +107,7 @@ class DataPosition:
     weighted_since: int = 0
     """The index of the first sequence to which the current weights of the sources apply."""
     is_sequential: bool = False
-    """Whether one reader is exhausted, so that the others are read one after another, from their positions on."""
+    """Whether a reader is exhausted, so that the remaining readers are read one after another, from their positions on."""
 
     def to_json(self) -> dict[str, Any]:
         """Return a dict for `json.dumps`."""

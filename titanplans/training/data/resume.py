@@ -31,7 +31,7 @@ def resume(
         state: a loader's state in a checkpoint.
         sources: the job's sources, which are matched with the checkpoint's by name.
         weights: the job's weights, by source name.
-        identity: settings of the job that must equal the checkpoint's, besides those of the sources.
+        identity: settings of the job, other than the sources' settings, that must equal the checkpoint's.
 
     Raises:
         DataError: data or settings differ from the checkpoint's, or a text that was read has changed.
@@ -69,10 +69,10 @@ def resume(
         elif source.source.choose_readers([position.readers.count]) != position.readers.count:
             raise DataError(
                 f"data.sources, {source.name}: it has fewer documents than there are readers in the checkpoint "
-                f"({position.readers.count}); give it more, or start a new run"
+                f"({position.readers.count}); give it more documents, or start a new run"
             )
     saved_weights = {name: values["weight"] for name, values in saved.items()}
-    # Which sequence comes from which source also depends on the order of the sources.
+    # The source of a sequence also depends on the order of the sources.
     if list(saved_weights.items()) != list(weights.items()):
         position = replace(position, weighted_since=position.sequences)
     if saved_weights != weights:
@@ -121,7 +121,8 @@ def _check_source(
 
 
 _SEQ_LEN = "seq_len"
-"""A key in a source's identity. Sources that cut documents lack it, since their position does not depend on it."""
+"""A key in a source's identity. Sources that cut documents lack it, since their position does not depend on the sequence
+length."""
 
 
 def _with_seq_len(position: SourcePosition, saved: dict[str, Any], source: PackedSource) -> SourcePosition:
@@ -143,7 +144,7 @@ def _check_identity(saved: dict[str, Any], current: dict[str, Any]) -> None:
 
 _BLOCK = 4096
 _TOTAL_BLOCKS = 4096
-"""Blocks that are read from all files together; at least 3 and at most 64 from each."""
+"""Number of blocks that are read from all files together; from each file at least 3 and at most 64."""
 
 
 def fingerprint(files: Sequence[tuple[str, Path]]) -> dict[str, str]:

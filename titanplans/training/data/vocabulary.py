@@ -1,4 +1,4 @@
-"""Load and check the tokenizer in a folder; and the default folder."""
+"""Load and check the tokenizer in a folder; `default_tokenizer_path` returns the default folder."""
 
 import logging
 import os

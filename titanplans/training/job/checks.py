@@ -71,8 +71,8 @@ _log = logging.getLogger(__name__)
 def check_job(job: JobConfig, world_size: int) -> None:
     """Refuse a job that can't run on `world_size` processes like this one.
 
-    Under torchrun every rank calls it and comes to the same result. It communicates only to wait for the rank that downloads
-    weights from the Hugging Face Hub. With `model.derive` it may derive a plan first, which takes a minute.
+    Under torchrun every rank calls this function and comes to the same result. Ranks communicate only to wait for the rank
+    that downloads weights from the Hugging Face Hub. With `model.derive` it may derive a plan first, which takes a minute.
 
     Raises:
         UserError: names the first fault: the option, its value and what would work.
@@ -125,8 +125,8 @@ def check_job(job: JobConfig, world_size: int) -> None:
     check_memory(job, model, world_size, device_type)
     if job.checkpoint.create_seed_checkpoint and world_size != 1:
         raise ConfigError(
-            f"checkpoint.create_seed_checkpoint = true needs 1 process, which saves unsharded weights, not {world_size}; "
-            "start one"
+            f"checkpoint.create_seed_checkpoint = true needs 1 process, not {world_size}, since the weights are saved "
+            "unsharded; start one process"
         )
     if job.checkpoint.enable:
         check_checkpoint(job, model, world_size)
@@ -195,7 +195,7 @@ def check_positions(job: JobConfig, model: PreTrainedModel) -> None:
             if isinstance(module, nn.Embedding) and module.num_embeddings == positions != config.vocab_size:
                 raise ConfigError(
                     f"training.seq_len = {length}: {name} has only {positions} learned positions; lower seq_len to "
-                    f"{positions}, or train a model with more"
+                    f"{positions}, or train a model with more positions"
                 )
         _log.info(
             f"training.seq_len = {length} exceeds the model's max_position_embeddings = {positions}, which stays in its "
@@ -225,14 +225,14 @@ def check_pipeline(job: JobConfig, model: PreTrainedModel) -> Stages | None:
     p, batch = job.parallelism, job.training.local_batch_size
     if (ranks := p.pipeline_parallel_degree) == 1:
         return None
-    # All ranks are seeded alike, and a checkpoint holds one state of the generators for all of them.
+    # All ranks have the same seed, and a checkpoint holds one state of the generators for all ranks.
     dropout_options = [*dropouts(model)]
     if job.lora.rank is not None and job.lora.dropout:
         dropout_options.append(f"lora.dropout = {job.lora.dropout}")
     if dropout_options:
         raise ConfigError(
             f"parallelism.pipeline_parallel_degree = {ranks}: {dropout_options[0]}, but all stages would draw the same "
-            "random numbers, and different ones after a resume; set it to 0"
+            "random numbers, and would draw other numbers after a resume; set it to 0"
         )
     with rename_option_errors():
         stages = stages_of(model, p, ranks, job.training.seq_len)

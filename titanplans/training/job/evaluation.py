@@ -16,7 +16,8 @@ def make_evaluation_job(job: JobConfig) -> tuple[JobConfig, Path]:
     """Return a job that validates a checkpoint of `job`, and the path of that checkpoint.
 
     The checkpoint is step checkpoint.load_step in the job's folder, by default the newest step, even if it holds only
-    weights. If the folder holds no checkpoint, it is checkpoint.initial_load_path or the Hugging Face folder.
+    weights. If the folder holds no checkpoint, the initial weights are validated: checkpoint.initial_load_path or the
+    Hugging Face folder.
 
     Raises:
         ConfigError: there is no such checkpoint.

@@ -10,7 +10,7 @@ from titanplans.training.job import resolve
 
 
 def training_loader(job: JobConfig, world_size: int, *, documents_apart: bool) -> TextDataLoader.Config:
-    """Return the config of the training data's loader; `documents_apart`: tokens do not see those of other documents."""
+    """Return the config of the training data's loader; `documents_apart`: tokens do not see tokens of other documents."""
     return replace(
         _loader(
             job,

@@ -47,8 +47,8 @@ def check_outputs(job: JobConfig) -> None:
     Raises:
         ConfigError: names the first option at fault, and the system's reason.
     """
-    # They are tested now, since the libraries create their folders late, some at the first checkpoint, and report errors in
-    # different ways.
+    # The paths are tested now, since the libraries create their folders late, some only at the first checkpoint, and
+    # report errors in different ways.
     for key, path, is_file in outputs(job):
         try:
             reason = _obstacle(path, is_file)
@@ -63,7 +63,7 @@ def check_outputs(job: JobConfig) -> None:
 
 
 def _obstacle(path: Path, is_file: bool) -> str | None:
-    """Return why the file `path`, or a file in the folder `path`, can't be written; None if it can."""
+    """Return why the file `path`, or a file in the folder `path`, can't be written; None if nothing prevents it."""
     if is_file and path.exists():
         if not path.is_file():
             return f"{path} is not a regular file"
@@ -72,7 +72,8 @@ def _obstacle(path: Path, is_file: bool) -> str | None:
     existing = next(folder for folder in inside.parents if os.path.lexists(folder))
     if not existing.is_dir():
         return f"{existing} is a file or a broken link, not a folder"
-    # The missing folders are created in a temporary folder: ranks of torchrun do so at the same time, and nothing is left.
+    # Create the missing folders inside a temporary folder, so that nothing is left, and so that ranks of torchrun, which
+    # do this at the same time, do not disturb each other.
     with tempfile.TemporaryDirectory(prefix=".titanplans-", dir=existing) as probe:
         file = Path(probe) / inside.relative_to(existing)
         file.parent.mkdir(parents=True, exist_ok=True)

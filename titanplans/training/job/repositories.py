@@ -22,7 +22,7 @@ from titanplans.training.checkpoint.manifest import damage, read_manifest
 from titanplans.training.job import resolve
 
 _PATIENCE = timedelta(days=1)
-"""How long a rank waits for the one that downloads."""
+"""How long a rank waits for the rank that downloads."""
 
 _log = logging.getLogger(__name__)
 
@@ -30,13 +30,13 @@ _log = logging.getLogger(__name__)
 def with_commits(job: JobConfig, *, resumes: bool) -> JobConfig:
     """Return the job with the commit of each repository that it names, "owner/name@commit"; download all but the weights.
 
-    A repository without a revision has the commit that the job's newest checkpoint names, if it names one of this
-    repository; else the newest commit. Under torchrun rank 0 decides for all ranks, and one rank of each machine downloads.
-    The other ranks wait, so every rank has to call this.
+    A repository without a revision gets the commit that the job's newest checkpoint names for this repository; if it names
+    none, the newest commit. Under torchrun rank 0 decides for all ranks, and one rank of each machine downloads. The other
+    ranks wait, so every rank has to call this.
 
     Args:
         job: the job.
-        resumes: whether the commit may be that of a checkpoint.
+        resumes: whether the commit may be taken from a checkpoint.
 
     Raises:
         ConfigError: a repository can't be downloaded, or lacks a file that the job needs; see `hub.download`.
@@ -67,7 +67,8 @@ def with_commits(job: JobConfig, *, resumes: bool) -> JobConfig:
 
 
 def _download(job: JobConfig, repositories: dict[str, hub.Repository]) -> str:
-    """Download all but the weights of the repositories, which are by option; return their commits by option, in JSON."""
+    """Download all files but the weights of `repositories` (keyed by option); return the commits, keyed by option, as
+    JSON."""
     commits = {}
     for option, repository in repositories.items():
         what, required = f"{option} = {show(str(repository))}", resolve.required_files(job, option)
@@ -78,12 +79,12 @@ def _download(job: JobConfig, repositories: dict[str, hub.Repository]) -> str:
 
 
 def download_weights(job: JobConfig) -> None:
-    """Download the weights that a job begins with, if they are those of a repository, once on each machine.
+    """Download the weights that a job begins with, once on each machine, if they come from a repository.
 
-    Under torchrun every rank has to call this: one downloads, and the others wait.
+    Under torchrun every rank has to call this: one rank of each machine downloads, and the others wait.
 
     Raises:
-        ConfigError: they can't be downloaded; see `hub.download`.
+        ConfigError: the weights can't be downloaded; see `hub.download`.
     """
     if (path := resolve.hf_weights_path(job)) is None or hub.repository_of(path) is None:
         return
@@ -113,19 +114,19 @@ def _keeps_commit(repository: hub.Repository, saved: hub.Repository | None) -> b
 
 
 def _on_rank(rank: int, name: str, action: Callable[[], str]) -> str:
-    """Run `action` on one rank of torchrun, and return its result there and on all other ranks that call this.
+    """Run `action` on one rank of torchrun; return its result on this rank and on all other ranks that call this function.
 
     Args:
-        rank: the rank.
-        name: a name for the action, which the ranks have in common.
-        action: the action.
+        rank: the rank that runs `action`.
+        name: a name for the action, the same on all ranks.
+        action: returns a text.
 
     Raises:
         UserError: `action` raised it.
     """
     if (ranks := _ranks()).world_size == 1:
         return action()
-    # No process group exists before a job has been checked, but its store does, or can be started.
+    # No process group exists before a job has been checked. But the store of the ranks exists, or can be started.
     store, key = _store(), f"titanplans/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{name}/{rank}"
     if ranks.rank == rank:
         try:
@@ -144,7 +145,8 @@ def _on_rank(rank: int, name: str, action: Callable[[], str]) -> str:
 
 @functools.cache
 def _store() -> dist.Store:
-    """Return the store of torchrun's ranks. Without torchrun's agent rank 0 serves it as long as its process lives."""
+    """Return the store of torchrun's ranks. Without torchrun's agent, rank 0 serves the store as long as its process
+    lives."""
     return next(iter(dist.rendezvous("env://")))[0]
 
 

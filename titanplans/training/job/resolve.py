@@ -38,13 +38,13 @@ def required_files(job: JobConfig, option: str) -> tuple[str, ...]:
 
 
 def _folder(job: JobConfig, option: str) -> str:
-    """Return the local folder, or the path, that one of HUB_OPTIONS names."""
+    """Return the local folder of the repository that one of HUB_OPTIONS names, or the local path that it names."""
     path = str(hub_path(job, option))
     return hub.local_folder(path, f"{option} = {show(path)}", required_files(job, option))
 
 
 def hf_weights_path(job: JobConfig) -> str | None:
-    """Return the folder, or the repository, from which a job loads its initial weights, as written; None if it uses none."""
+    """Return the folder or the repository of a job's initial weights, as written in the job; None if it names none."""
     if not job.checkpoint.initial_load_in_hf:
         return None
     return job.checkpoint.initial_load_path or job.model.hf_assets_path
@@ -66,7 +66,7 @@ def hf_weights_option(job: JobConfig) -> str:
 
 
 def model_name(job: JobConfig) -> tuple[str, str]:
-    """Return the model's name and flavor; for a config file (path, "config"), for a user's class (class, "own")."""
+    """Return the model's name and flavor; (path, "config") for a config file, (class, "own") for a user's class."""
     if job.model.class_ is not None:
         return job.model.class_, "own"
     is_named = job.model.name or job.model.flavor
@@ -112,7 +112,7 @@ class DataSettings(NamedTuple):
 
 
 def training_data(job: JobConfig) -> DataSettings:
-    """Return the training data's settings: the sources of [data], or the one that [training] names."""
+    """Return the training data's settings: the sources of [data], or the source that [training] names."""
     t, sources = job.training, job.data.sources
     if not sources:
         corpus = {field.name: getattr(t, field.name) for field in options_of(Corpus)}
@@ -134,7 +134,7 @@ def validation_data(job: JobConfig) -> DataSettings:
         }
         sources.append(source.replace(**corpus, text_column=v.text_column or source.text_column, weight=1.0))
     if v.dataset is not None or v.dataset_path is not None:
-        sources = sources[:1]  # one data set, that of [validation], replaces all training sources
+        sources = sources[:1]  # the data set of [validation] replaces all training sources
     return DataSettings(tuple(sources), v.seq_len or t.seq_len, v.local_batch_size or t.local_batch_size)
 
 

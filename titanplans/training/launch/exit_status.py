@@ -1,7 +1,7 @@
 """How a process ends: a refusal prints one line, a failure prints its traceback, and each has its exit status.
 
-When several ranks fail, usually the first one causes the failures of the others. The launcher finds the first failure and
-prints only this one: our launcher uses the ranks' report files (`failures`), torchrun the files that TORCHELASTIC_ERROR_FILE
+When several ranks fail, usually the first failure causes the others, so the launcher prints only the first one.
+titanplans' launcher finds it in the ranks' report files (`failures`), torchrun in the files that TORCHELASTIC_ERROR_FILE
 names.
 """
 
@@ -54,8 +54,8 @@ def fail(error: Exception, rank: int) -> int:
         # Imported here, so that a mistake in a TOML file is reported without importing torch.
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-        # torchrun orders failures by time in whole seconds. This rank exits a second later, so that ranks that fail because
-        # it is gone have a later time.
+        # torchrun orders failures by time in whole seconds. This rank waits a second before it exits. Ranks that fail
+        # because this rank has exited then have a later time.
         time.sleep(1.0)
         get_error_handler().record_exception(error)
     else:
@@ -74,7 +74,8 @@ def finish(status: int) -> NoReturn:
 
     Freeing them takes two seconds once the model libraries are imported.
     """
-    atexit._run_exitfuncs()  # those of W&B, and of the data loader, which ends its workers; there is no public function
+    # Such as W&B's, and the data loader's, which ends its workers; there is no public function for this.
+    atexit._run_exitfuncs()
     exit_now(status)
 
 
@@ -118,10 +119,11 @@ def failures(processes: list[BaseProcess], folder: Path) -> list[Failure]:
             path = folder / f"rank_{rank}.json"
             report = json.loads(path.read_text()) if path.exists() else {"how": _describe_exit(status)}
             failed.append(Failure(rank, process.pid, status, **report))
-    # A rank that was killed leaves no report and has time 0. It counts as the first, since the others fail without it.
+    # A rank that was killed leaves no report and has time 0. It counts as the first, since the other ranks fail once it is
+    # gone.
     failed.sort(key=lambda failure: failure.time)
     if failed and failed[0].line:
-        # Errors in one line are usually the same on all ranks: report the lowest rank's.
+        # Errors in one line are usually the same on all ranks: report the error of the lowest rank.
         failed.sort(key=lambda failure: (not failure.line, failure.rank))
     return failed
 

@@ -34,7 +34,8 @@ from titanplans.training.launch.rank import run_rank
 from titanplans.training.launch.signals import Stopped, stop_on_signals
 
 _GRACE_SECONDS = 2.0
-"""How long the other ranks may take to end after one has failed: first by themselves, and then, again, after SIGTERM."""
+"""How long the other ranks may take to end after one has failed: first by themselves, and then as long again after
+SIGTERM."""
 _POLL_SECONDS = 0.02
 _HOST = "127.0.0.1"
 
@@ -42,7 +43,8 @@ _HOST = "127.0.0.1"
 def local_ranks(job: JobConfig) -> int:
     """Return the number of ranks to start on this machine: the product of the degrees.
 
-    `data_parallel_shard_degree = -1` uses the GPUs that the other degrees leave. On a CPU, and under DDP, it counts as 1.
+    `data_parallel_shard_degree = -1` uses all GPUs that the other degrees leave free. On a CPU, and under DDP, -1 counts
+    as 1.
 
     Raises:
         UserError: the degrees need more GPUs than this machine has.
@@ -66,8 +68,8 @@ def local_ranks(job: JobConfig) -> int:
 def launch(job: JobConfig, ranks: int, restarts: int = 0, evaluated_checkpoint: Path | None = None) -> int:
     """Run a checked job and return its exit status.
 
-    When a rank fails, the others are stopped. The rank that failed first is reported with its traceback, each other one in a
-    line.
+    When a rank fails, the other ranks are stopped. The rank that failed first is reported with its traceback, each of the
+    other ranks in one line.
 
     Args:
         job: the job, which has been checked.
@@ -86,7 +88,7 @@ def launch(job: JobConfig, ranks: int, restarts: int = 0, evaluated_checkpoint: 
     store = _local_store()
     method = start_method(job)
     if method == "fork":
-        # Import it once here instead of in every rank.
+        # Import the trainer once here: forked ranks then have it already.
         importlib.import_module("titanplans.training.trainer.trainer")
     for restarts_left in range(restarts, -1, -1):
         stop_requested, failed = _run_ranks(
@@ -111,7 +113,7 @@ def launch(job: JobConfig, ranks: int, restarts: int = 0, evaluated_checkpoint: 
         say(f"rank {first.rank}: {first.traceback.rstrip()}")
     for failure in failed[1:]:
         say(f"rank {failure.rank} {failure.how}")
-    resume_hint = ". Saved checkpoints are intact: the same command resumes from the newest"
+    resume_hint = ". Saved checkpoints are intact: the same command resumes from the newest one"
     say(f"error: {description}; the other ranks were stopped{resume_hint if job.checkpoint.enable else ''}")
     return 1
 
@@ -146,7 +148,7 @@ def _run_ranks(
         for process in processes:
             process.terminate()
 
-    # The finalizer of a TemporaryDirectory would also run in a forked rank that exits, and remove the folder.
+    # Not a TemporaryDirectory: its finalizer would also run in a forked rank that exits, and remove the folder.
     folder = tempfile.mkdtemp(prefix="titanplans-")
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, folder)
@@ -183,7 +185,8 @@ def _run_ranks(
 
 
 def start_method(job: JobConfig) -> Literal["fork", "spawn"]:
-    """Return how to start the ranks: fork if it is safe, else spawn, with which each rank imports the libraries (9 s)."""
+    """Return how to start the ranks: by fork if that is safe, else by spawn, after which each rank imports the libraries
+    (9 s)."""
     # A fork lacks its parent's threads, and code of the user may have started some.
     has_user_code = job.experimental.custom_import or job.model.class_ or names_code(job.model.plan)
     # A fork can use neither an accelerator that its parent has queried, nor macOS's system libraries.
@@ -203,7 +206,8 @@ def _rank_process(
 ) -> None:
     """Run one rank in this process, with torchrun's environment: https://docs.pytorch.org/docs/stable/elastic/run.html."""
     end_with_parent(launcher)
-    # A fork inherits its parent's handlers, and would write its signals to the pipe that its parent's thread reads.
+    # A forked rank inherits its parent's signal handlers. They would write the rank's signals to the pipe that the
+    # parent's thread reads.
     signal.set_wakeup_fd(-1)
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_DFL)

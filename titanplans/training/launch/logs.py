@@ -1,4 +1,5 @@
-"""`init_logging`: print rank 0's progress, and every rank's warnings and errors, but no progress of other libraries."""
+"""`init_logging`: print rank 0's progress and the warnings and errors of all ranks; hide the progress of other
+libraries."""
 
 import logging
 import os
@@ -12,7 +13,7 @@ from titanplans.training.launch.exit_status import mute_stdout
 # Records of torchtitan that are not shown, by the file and the function that logs them. torchtitan logs through the root
 # logger, so its records can't be told apart by logger.
 _HIDDEN = {
-    ("utils", "collect"),  # every garbage collection, with its time; gc_debug is the tool for that
+    ("utils", "collect"),  # a line for every garbage collection; debug.gc_debug is the option for that
 }
 
 

@@ -1,6 +1,7 @@
 """`main`: read a job from the command line, check it, run it, and return an exit status.
 
-    0          the job has trained, or printed what was asked for, or saved and ended at SIGTERM (checkpoint.save_on_signal)
+    0          the job has trained, or printed what the command asked for, or saved and ended at SIGTERM
+    (checkpoint.save_on_signal)
     1          a rank failed, and the others were stopped: its traceback is printed; or the loss is not finite, or the disk
                is full: one line is printed
     2          the job can't be run as written: one line is printed
@@ -80,8 +81,8 @@ def _run(job: JobConfig, torchrun: Ranks | None, restarts: int) -> int:
     ranks = _ranks(job, torchrun)
     job = with_commits(job, resumes=job.checkpoint.enable)
     check_job(job, ranks)
-    # This process, which outlives every rank, holds the lock. Only with the lock can a finished job be told from one that
-    # still trains in the folder.
+    # This process outlives every rank, so it holds the lock. Without the lock, a finished job could not be told from a job
+    # that still trains in the folder.
     with locked(job) if rank == 0 else nullcontext():
         resume = decide_resume(job, checkpoint_folder(job), restarted=restarted(os.environ))
         if resume.is_finished and (last := resume.source) is not None:
@@ -127,6 +128,6 @@ def _ranks(job: JobConfig, torchrun: Ranks | None) -> int:
 
     ranks = torchrun.world_size if torchrun else local_ranks(job)
     if not torchrun and ranks > 1:
-        # Ranks may be forked, and a fork has none of the threads in its parent's pool.
+        # Ranks may be forked, and a forked process has none of the threads in its parent's thread pool.
         torch.set_num_threads(1)
     return ranks

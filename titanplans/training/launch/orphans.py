@@ -51,7 +51,7 @@ def end_with_rank(rank: int, worker: int) -> None:
         worker: the index of the worker, which DataLoader passes; unused.
     """
     end_with_parent(rank)
-    if sys.platform == "linux":  # only Linux tells who has sent a signal
+    if sys.platform == "linux":  # only on Linux can a process find out who has sent a signal
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_exit_on_sigterm_of_rank, daemon=True).start()
 

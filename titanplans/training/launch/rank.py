@@ -1,4 +1,4 @@
-"""`run_rank`: train a job, or evaluate a checkpoint, as one rank. Our launcher, torchrun, or the only process calls it."""
+"""`run_rank`: train a job, or evaluate a checkpoint, as one rank: of our launcher, of torchrun, or as the only process."""
 
 import gc
 import math
@@ -53,7 +53,8 @@ def run_rank(job: JobConfig, evaluated_checkpoint: Path | None = None) -> int:
         ended_by, status = error, fail(error, rank)
     if world_size > 1:
         exit_now(status)
-    # The exception's frames hold the trainer, whose destruction waits for the loader's workers. Wait before returning.
+    # The exception's frames hold the trainer, whose destruction waits for the loader's workers. Let this happen before the
+    # function returns.
     del ended_by
     return status
 

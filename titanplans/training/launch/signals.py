@@ -11,7 +11,8 @@ from types import FrameType
 
 _SECONDS_TO_STOP = 5.0
 _REPEAT_SECONDS = 2.0
-"""A signal this soon after another is a duplicate: a scheduler signals every process, and launchers forward the signal."""
+"""A signal within this time after another one is a duplicate: a scheduler signals every process, and launchers forward the
+signal."""
 
 _BODY_ENDED = b"\0"
 """Tells the thread that the body of `stop_on_signals` has ended."""
@@ -39,15 +40,15 @@ class Stopped(KeyboardInterrupt):
 def stop_on_signals(*more: int, first_sigterm: Callable[[], None] | None = None) -> Iterator[None]:
     """Raise `Stopped` in the main thread at the first SIGINT, SIGTERM or signal of `more`.
 
-    Any other exception that leaves the body after the signal is replaced with that `Stopped`. The process exits at once at a
-    second signal, and at the latest 5 seconds after the first one.
+    Any other exception that leaves the body after the signal is replaced with this `Stopped`. The process exits at once at
+    a second signal, and at the latest 5 seconds after the first one.
 
     Args:
-        more: other signals that stop.
+        more: other signals that stop the body.
         first_sigterm: called at the first SIGTERM, in another thread, instead of stopping; the next signal stops.
     """
-    # Python's handlers run in the main thread, between two bytecodes, and that thread may be waiting in a collective for a
-    # rank that is gone. So another thread decides. The C handler sends each signal to it through a pipe.
+    # Python's handlers run in the main thread, between two bytecodes, and the main thread may be waiting in a collective
+    # for a rank that is gone. So another thread decides; Python's C handler sends each signal to it through a pipe.
     watch = _SignalWatch((signal.SIGINT, signal.SIGTERM, *more), first_sigterm)
     reader, writer = os.pipe()
     os.set_blocking(writer, False)

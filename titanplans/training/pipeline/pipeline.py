@@ -62,9 +62,9 @@ class Pipeline:
 
         Args:
             tokens, labels, positions: each `[local_batch_size, seq_len]`, the same on every pipeline rank.
-            microbatches: number of equal slices that the schedule splits the batch into.
-            valid_tokens: in training, the number of labels in the step that count, over all ranks; the loss is divided by
-                it. None (validation): only the forward runs, and the loss is the sum over tokens.
+            microbatches: number of micro batches, equal slices into which the schedule splits the batch.
+            valid_tokens: in training, the number of labels in the step that count, over all ranks. The loss is divided by
+                this number. None (validation): only the forward runs, and the loss is the sum over tokens.
         """
         is_validation = valid_tokens is None
         schedule, stages = self._schedule(is_validation, microbatches)
@@ -116,7 +116,7 @@ class Pipeline:
         self._shared.sum_gradients()
 
     def counted(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the `parameters` that a norm covers on this rank: all but those that an earlier stage holds, too."""
+        """Return the `parameters` that a norm covers on this rank: all that no earlier stage holds, too."""
         copies = self._shared.duplicates()
         return [parameter for parameter in parameters if id(parameter) not in copies]
 

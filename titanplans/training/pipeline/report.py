@@ -118,8 +118,8 @@ class StageTimes:
     def __init__(self, stages: Sequence[ScheduledStage]):
         self._group, self._on_gpu = stages[0].group, stages[0].device.type == "cuda"
         self._marks: list[tuple[Action, Any, Any]] = []
-        # Each rank counts from the end of a barrier. All ranks leave it within the time that a message takes, so their times
-        # can be compared.
+        # Each rank counts time from the end of a barrier. All ranks leave the barrier within the time that a message
+        # takes, so their times can be compared.
         dist.barrier(self._group)
         self._zero = self._now()
 

@@ -94,7 +94,7 @@ class ScheduledStage(PipelineStage):
             return self.loss(output, labels, self.valid_tokens)
         return copy_views(output)
 
-    # private: torch PipelineStage, which calls it once to infer the shapes that are sent.
+    # private: torch's PipelineStage calls this method once, to infer the shapes of the tensors that are sent.
     def _compute_outputs(self, *received: Any, module: Any, **inputs: Any) -> Any:
         self._buffers_before = {name: buffer.clone() for name, buffer in self.submod.named_buffers()}
         return self.forward_maybe_with_nosync(*received, **inputs)
@@ -164,7 +164,8 @@ def check_stages_on_meta(model: Any, stages: Stages, seq_len: int) -> None:
     Raises:
         ParallelError: names the first block that differs.
     """
-    # The trace had one sequence, this check has two. So a number of sequences that became a constant in the trace is found.
+    # The trace was made with one sequence, and this check uses two. So it finds a trace in which the number of sequences
+    # became a constant.
     with _on_meta(model, seq_len, sequences=2) as (copied, inputs):
         check_stages(copied, stages, inputs)
 

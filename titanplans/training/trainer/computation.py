@@ -63,9 +63,9 @@ class StepComputation:
     def loss_of(self, batch: Batch, global_valid_tokens: torch.Tensor | None = None) -> torch.Tensor:
         """Return the loss summed over a batch's tokens and divided by `global_valid_tokens`.
 
-        In validation `global_valid_tokens` is None, and the loss is only the sum. Under context parallelism the loss covers
-        the tokens of this rank, and the losses of the CP ranks add up to that of the batch. With a pipeline it is the same
-        on every stage.
+        In validation `global_valid_tokens` is None, and the loss is only the sum. Under context parallelism the loss
+        covers the tokens of this rank, and the losses of the CP ranks add up to the loss of the batch. With a pipeline the
+        loss is the same on every stage.
         """
         inputs, labels = batch[0], batch[1].to(self.device)
         tokens, positions = inputs["input"].to(self.device), inputs["positions"].to(self.device)
@@ -81,7 +81,7 @@ class StepComputation:
     def accumulating(self, *, last: bool) -> AbstractContextManager[None]:
         """Return a context for forward and backward of a batch. It defers gradient reductions if the job says so."""
         strategy = self.strategy
-        if self.pipeline is not None:  # torch's pipeline stages defer it themselves
+        if self.pipeline is not None:  # torch's pipeline stages defer the reductions themselves
             return nullcontext()
         if isinstance(strategy, DDPConfig):
             return ddp.accumulate(self.lms[0], last=last, defer=strategy.defer_grad_sync)

@@ -1,4 +1,4 @@
-"""Which models keep documents apart that are packed into one sequence, and with which keyword of their forward."""
+"""The models that can keep documents of one sequence apart, and the keyword of their forward that does it."""
 
 import logging
 
@@ -38,7 +38,7 @@ def document_keyword(job: JobConfig, config: PretrainedConfig) -> str | None:
     packed = any(chat.enable and chat.packing for chat in chats)
     if not packed and not (texts and job.data.documents != "joined"):
         return None
-    # A custom class may reuse a config, and so the model_type, of a listed model without its behaviour.
+    # A user's class may have the config of a listed model, and so its model_type, but not its behaviour.
     if job.model.class_ is not None:
         return None
     if config.model_type in BY_CU_SEQLENS:
@@ -62,7 +62,7 @@ def check_documents(job: JobConfig, config: PretrainedConfig) -> None:
     chats = [source.chat for source in training_data(job).sources]
     keyword = document_keyword(job, config)
     model_type = repr(config.model_type) if config.model_type else type(config).__name__
-    reason = f"{model_type} is not known to keep the documents of a sequence apart, so each would see those before it"
+    reason = f"{model_type} is not known to keep the documents of a sequence apart, so each document would see earlier ones"
     if any(chat.enable and chat.packing for chat in chats) and keyword is None:
         option = "data.sources: chat.packing" if job.data.sources else "training.chat.packing"
         raise ConfigError(
@@ -75,10 +75,10 @@ def check_documents(job: JobConfig, config: PretrainedConfig) -> None:
             f'data.documents = "apart": {reason}; set it to "joined", or use a model that docs/data.md names'
         )
     if are_apart(job, keyword):
-        _log.info("documents of a sequence are kept apart: none sees another")
+        _log.info("documents of a sequence are kept apart: no document sees another one")
     elif job.data.documents is None:
         _log.info(
-            f"documents of a sequence see those before them: {model_type} is not known to keep them apart"
+            f"documents of a sequence see earlier documents: {model_type} is not known to keep them apart"
         )
 
 

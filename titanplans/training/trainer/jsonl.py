@@ -15,9 +15,9 @@ FILE_NAME = "metrics.jsonl"
 
 
 class JsonlWriter:
-    """Appends one JSON object to a file per call of `log`. It has the methods of torchtitan's writers.
+    """Appends one JSON object to a file per call of `log`. The class has the methods of torchtitan's writers.
 
-    If the first call is for step N, it drops the lines of an earlier run from step N on, so the file describes one run.
+    If the first call is for step N, the lines of an earlier run from step N on are removed, so the file describes one run.
     """
 
     def __init__(self, path: Path):
@@ -44,7 +44,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the objects in a metrics file, in order. An incomplete last line, which a killed job leaves, is skipped.
 
     Raises:
-        ConfigError: a line is not an object with a step; names the line.
+        ConfigError: a line is not an object with a step; the message names the line.
     """
     records = []
     with path.open("rb") as file:

@@ -53,7 +53,7 @@ class CrossEntropyLoss:
         """Return the loss of `logits` [B, L, V], summed over tokens and divided by `global_valid_tokens`.
 
         Under context parallelism every rank gets the labels of all tokens, but its loss covers only its own tokens: the
-        losses of the CP ranks add up to that of the batch.
+            losses of the CP ranks add up to the loss of the batch.
 
         Args:
             logits: the result of the model's forward; `DeferredLogits` hold a loss that the head has computed.
@@ -72,7 +72,7 @@ class CrossEntropyLoss:
         return loss
 
     def fuse(self, model: torch.nn.Module, *, splits_backward: bool = False) -> FusedLoss | None:
-        """Return the loss fused with the head of `model`; None if it can't be fused, and the job does not require it.
+        """Return the loss fused with the head of `model`; None if it can't be fused and loss.fused is not true.
 
         Raises:
             NotFused: loss.fused = true, but the loss can't be fused.
@@ -82,7 +82,8 @@ class CrossEntropyLoss:
         try:
             if splits_backward:
                 raise NotFused(
-                    "the pipeline's schedule runs the backward in two passes, and the head's gradients are kept for only one"
+                    "the pipeline's schedule runs the backward in two passes, and the head keeps its gradients for only "
+                    "one"
                 )
             compute = self._compile(entropy_and_gradient)
             return FusedLoss(model, chunk_tokens=self.options.chunk_tokens, compute=compute)
@@ -101,6 +102,6 @@ def _loss_from_logits(
     logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float, z_loss: float
 ) -> torch.Tensor:
     # With cu_seqlens the sequences are joined into one, so the labels [B, L] are reshaped like the logits [1, B * L, V].
-    # Deferred logits are compared with the labels that the head got, so these labels keep their shape.
+    # With deferred logits the labels keep their shape, since they are compared with the labels that the head got.
     labels = labels if isinstance(logits, DeferredLogits) else labels.reshape(logits.shape[:-1])
     return cross_entropy(logits, labels, 1, label_smoothing=label_smoothing, z_loss=z_loss)

@@ -1,7 +1,8 @@
 """`check_memory`: compute a lower bound on a job's memory, without running it.
 
-It counts what is certainly allocated at the same time: weights, gradients, moments, logits, batches. Activations, gathered
-parameters, copies and the libraries come on top, so a job that passes may still run out of memory.
+The bound counts memory that is certainly allocated at the same time: weights, gradients, moments, logits, batches.
+Activations, gathered parameters, copies and the libraries need more, so a job that passes the check may still run out of
+memory.
 """
 
 import logging
@@ -54,8 +55,8 @@ def check_memory(job: JobConfig, model: PreTrainedModel, world_size: int, device
     Raises:
         ConfigError: names the memory needed and available, the largest item and the remedy.
     """
-    # torchrun sets the number of processes on this machine. A launcher that sets only RANK does not: count this process.
-    # Without both, our launcher will start all processes here.
+    # torchrun sets LOCAL_WORLD_SIZE, the number of processes on this machine. A launcher that sets only RANK does not say
+    # how many there are: count one. If neither is set, our launcher will start all processes here.
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1 if "RANK" in os.environ else world_size))
     host, device = [_batches(job, world_size), *_host_overhead(job)], [_logits(job, model)]
     (host if job.training.enable_cpu_offload else device).append(_weights(job, model, world_size))
@@ -97,8 +98,8 @@ def _weights(job: JobConfig, model: PreTrainedModel, world_size: int) -> MemoryU
         for parameter in group.parameters.values()
     )
     # Muon has one moment per parameter, AdamW has two.
-    moments = f"Muon's momentum of {in_muon:,} of them, AdamW's" if in_muon else f"{o.name}'s"
-    item = f"{count:,} parameters, and of the {trained:,} that train gradients and {moments} two moments"
+    moments = f"Muon's momentum (for {in_muon:,} of them) or AdamW's" if in_muon else f"{o.name}'s"
+    item = f"{count:,} parameters, and for the {trained:,} that train gradients and {moments} two moments"
     return MemoryUse(
         (stored + trained * (weight_bytes + 2 * moment_bytes) - in_muon * moment_bytes) // ranks,
         f'{" ".join(resolve.model_name(job))}, training.dtype = "{job.training.dtype}"',
@@ -108,7 +109,7 @@ def _weights(job: JobConfig, model: PreTrainedModel, world_size: int) -> MemoryU
 
 
 def _logits(job: JobConfig, model: PreTrainedModel) -> MemoryUse:
-    """Return the memory of a batch's logits, or of a chunk's if the loss may be fused."""
+    """Return the memory of the logits of a batch, or of a chunk of tokens if the loss may be fused."""
     p, t = job.parallelism, job.training
     chunk_tokens = job.loss.chunk_tokens
     may_fuse = job.loss.fused is not False
@@ -117,7 +118,7 @@ def _logits(job: JobConfig, model: PreTrainedModel) -> MemoryUse:
     vocab_ranks = 1 if p.disable_loss_parallel and not may_fuse else p.tensor_parallel_degree
     itemsize = 2 if "bfloat16" in (t.mixed_precision_param, t.dtype) else 4
     section, data = max(_data(job), key=lambda item: item[1].local_batch_size * item[1].seq_len)
-    # A pipeline's last stage has the logits of one micro batch. A CP rank has those of its slice of each sequence.
+    # A pipeline's last stage has the logits of one micro batch. A CP rank has the logits of its slice of each sequence.
     has_pipeline = p.pipeline_parallel_degree > 1
     sequences = p.pipeline_parallel_microbatch_size if has_pipeline else data.local_batch_size
     tokens = sequences * -(data.seq_len // -p.context_parallel_degree)

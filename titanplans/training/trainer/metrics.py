@@ -72,7 +72,8 @@ class MetricsProcessor:
         self.time_last_log = time.perf_counter()
         self._first_step = 0
         self._peak_before_validation: Peak | None = None
-        """Peak memory between the last log line and the validation after it; None: there was no validation since."""
+        """Peak memory from the last log line to the validation that followed; None: no validation has run since the last
+        log line."""
         self._time_first_log = 0.0
         self._last_logged_step = 0
         self.memory.reset()
@@ -207,7 +208,7 @@ class MetricsProcessor:
             writers.add_logger(self._tensorboard)
         if options.enable_jsonl:
             path = Path(self._folder, subfolder, FILE_NAME)
-            # It has the methods of torchtitan's `BaseLogger`, but is not a subclass.
+            # `JsonlWriter` has the methods of torchtitan's `BaseLogger`, but is not a subclass.
             writers.add_logger(JsonlWriter(path))  # pyrefly: ignore[bad-argument-type]
         return writers
 
@@ -239,7 +240,8 @@ class MetricsProcessor:
         }, f"memory {reserved:.2f} GiB ({percent:.0f}%)"
 
     def _remaining_seconds(self, step: int, now: float) -> float | None:
-        """Extrapolate the time to `total_steps` from all steps but the first, which may compile; None in the first step."""
+        """Estimate the time to `total_steps` from all steps but the first, which may compile. Return None in the first
+        step."""
         if step == self._first_step:
             return None
         return (now - self._time_first_log) / (step - self._first_step) * (self.total_steps - step)

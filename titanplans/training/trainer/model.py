@@ -34,7 +34,7 @@ from titanplans.training.trainer.loss import CrossEntropyLoss
 
 
 class LanguageModel:
-    """Maps token ids to logits or to their loss; holds a causal language model or a pipeline stage of one.
+    """Holds a causal language model, or a pipeline stage of one; maps token ids to logits or to the loss.
 
     Args:
         config: the architecture, from `modeling.load_config` or `modeling.load_config_file`.
@@ -124,7 +124,8 @@ class LanguageModel:
         return self.lm(**inputs)
 
     def _forward_with_fused_loss(self, inputs: dict[str, Any], labels: torch.Tensor) -> Any:
-        """Return the output of a forward whose head computes the loss; if it can't, unset `fused` and return None."""
+        """Return the output of a forward whose head computes the loss; if the head can't, unset `fused` and return
+        None."""
         assert self.fused is not None
         objective = self.loss.objective if self.lm.training else Objective()
         try:
@@ -146,8 +147,8 @@ class LanguageModel:
         Args:
             buffer_device: the device of the buffers, if it differs from the parameters' (CPU offload).
         """
-        # The weights depend on torch's seed, which all ranks share, and not on the generator's state. So they depend neither
-        # on the degrees nor on what was drawn before.
+        # The weights depend on torch's seed, which all ranks share, and not on the generator's state. So the weights
+        # depend neither on the degrees nor on random numbers that were drawn before.
         modeling.initialize(self.lm, seed=torch.initial_seed())
         if buffer_device is not None:
             modeling.move_buffers(self.lm, buffer_device)
@@ -202,7 +203,7 @@ def make_models(
         model_part.lm.to_empty(device="cpu" if on_cpu else device.type)
         model_part.initialize(buffer_device=device if on_cpu and not seed_only else None)
         if isinstance(strategy, DDPConfig) and not seed_only:
-            # This has to come after initialisation, since DDP broadcasts rank 0's values when it is set up.
+            # DDP comes after initialisation, since it broadcasts rank 0's values when it is set up.
             with rename_option_errors():
                 apply_data_parallelism(model_part.lm, mesh, strategy)
         model_part.lm.train()

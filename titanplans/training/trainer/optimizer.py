@@ -40,7 +40,8 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, compiled: Compile) -> No
     """
     if compiled.enable and "optimizer" in compiled.components:
         compile_optimizer(optimizer, compiled)
-    # A compiled step has its learning rate as a tensor, which can't be loaded into an optimizer that has a number.
+    # The learning rate of a compiled step is a tensor. It can't be loaded into an optimizer whose learning rate is a
+    # number.
     optimizer.register_state_dict_post_hook(_save_rates_as_numbers)
     # torch's load_state_dict adopts all settings of the saved param groups, so a changed weight decay would have no effect.
     optimizer.register_load_state_dict_pre_hook(_keep_job_settings)
@@ -91,7 +92,9 @@ class LRSchedulers(LRSchedulersContainer):
             ]
             scheduler.load_state_dict(scheduler.state_dict() | {"last_epoch": step, "_last_lr": rates})
             for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
-                if isinstance(group["lr"], torch.Tensor):  # a compiled step reads this very tensor
+                if isinstance(
+                    group["lr"], torch.Tensor
+                ):  # change the tensor in place: the compiled step uses this object
                     group["lr"].fill_(rate)
                 else:
                     group["lr"] = rate

@@ -60,9 +60,9 @@ class JobReport:
         self._pipeline = pipeline
         self.report.values["micro_batches"] = micro_batches
         self.file = Path(dump_folder) / FILE
-        # Each measurement replaces the previous one. DDP needs two: after the first step its reducer rebuilds the buckets in
-        # the order in which gradients arrived. A pipeline needs two, since its first step runs an additional forward, which
-        # infers the shapes that stages receive; and a third, which is timed.
+        # Each measured step replaces the previous one in the report. With DDP two steps are measured: after the first step
+        # the reducer rebuilds its buckets in the order in which gradients arrived. With a pipeline two steps are measured,
+        # since the first one runs an additional forward that infers the shapes that stages receive; a third step is timed.
         steps = 3 if pipeline is not None else 2 if isinstance(config, DDPConfig) else 1
         self.steps_to_measure = steps if measure else 0
         if not measure:
@@ -100,7 +100,7 @@ class JobReport:
                 yield record.places.log_begins
             if self._pipeline is not None and graphs is not None:
                 self.report.values["graphs"] = (
-                    graphs  # those of the first step, since later steps compile nothing
+                    graphs  # the graphs of the first step, since later steps compile nothing
                 )
             # The step before the timed one is the last that is recorded.
             last = self.steps_to_measure == (0 if self._pipeline is None else 1)
@@ -118,4 +118,4 @@ class JobReport:
 
 
 def _do_nothing() -> None:
-    """Replace the function that marks the start of logging, in a step that is not recorded."""
+    """Stand in for the function that marks the start of logging, in a step that is not recorded."""

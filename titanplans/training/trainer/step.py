@@ -48,7 +48,7 @@ class Clipping:
 
 
 class FiniteCheck:
-    """Records whether the losses, gradient norms and weights of a run are finite. Otherwise its state is not saved."""
+    """Records whether the losses, gradient norms and weights of a run are finite. If not, the run's state is not saved."""
 
     def __init__(self, models: Sequence[nn.Module], device: torch.device):
         # The flag is on the device, so that updating it does not synchronise.

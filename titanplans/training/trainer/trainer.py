@@ -1,7 +1,8 @@
 """A training job on one rank: `Trainer(job)` builds model, optimizers, data and checkpointing; `train()` runs the loop.
 
-Optimizer and scheduler containers, metric writers, profiler, garbage collection and reductions over ranks are torchtitan's.
-The forward of a model is in `model.py`, and that of a pipeline in `pipeline/`. `titanplans.parallel` parallelises the model.
+torchtitan provides the containers of optimizers and schedulers, metric writers, profiler, garbage collection and
+reductions over ranks. The forward of a model is in `model.py`, the forward of a pipeline in `pipeline/`.
+`titanplans.parallel` parallelises the model.
 """
 
 import contextlib
@@ -229,7 +230,7 @@ class Trainer(StepComputation):
         for name, (_, epochs_text) in self.dataloader.epochs_read().items():
             logger.info(f"data read of {name}: {epochs_text}")
         logger.info(end)
-        dist.barrier()  # rank 0 may host the store: it must not exit before the others are done with it
+        dist.barrier()  # rank 0 may host the store, so it must not exit before the other ranks have finished with it
 
     def _next_batches(self, batches: Iterator[Batch]) -> list[Batch] | None:
         """Return the batches of one optimizer step; None if the data end before all of them are read."""
@@ -310,8 +311,8 @@ class Trainer(StepComputation):
         self.metrics_processor.log(
             self.step, mean, largest, float(norm.item()), {"n_tokens_seen": int(tokens.item()), **rates}
         )
-        # A norm that is not finite shows in the next loss, but the last step has no next loss. The norm is checked only in
-        # logged steps, since reading it synchronises with the device.
+        # A norm that is not finite makes the next loss not finite, but the last step has no next loss. The norm is checked
+        # only in logged steps, since reading it synchronises with the device.
         if not self.job.training.skip_nan_inf and not norm.isfinite():
             raise self._diverged("gradient's norm")
 

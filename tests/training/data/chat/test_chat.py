@@ -456,7 +456,7 @@ def test_a_checkpoint_of_other_settings_is_refused(chat, rows_file):
         ({"text": "a"}, "messages_column = 'messages': FILE, line 2 has the columns 'text'"),
         ({"messages": []}, "FILE, line 2 holds an empty conversation"),
         ({"messages": None}, "FILE, line 2: 'messages' holds no value"),
-        ({"messages": "hello"}, "FILE, line 2: 'messages' is a text, and not one of JSON"),
+        ({"messages": "hello"}, "FILE, line 2: 'messages' is a text that is not JSON"),
         ({"messages": {"role": "user"}}, "'messages' holds a value of type dict"),
         ({"messages": ["hello"]}, "message 1 of 'messages' holds a value of type str"),
         ({"messages": [{"from": "human", "value": "a"}]}, "message 1 of 'messages' has 'from', 'value', but"),
@@ -469,7 +469,7 @@ def test_a_checkpoint_of_other_settings_is_refused(chat, rows_file):
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "holds an unpaired surrogate"),
         ({"messages": [message("judge", "a")]}, "can't write the conversation (TemplateError: no role judge)"),
         ({"prompt": "a", "completion": 3}, "'completion' holds a value of type int"),
-        ({"messages": TALK, "tools": "{"}, "'tools' is a text, and not one of JSON"),
+        ({"messages": TALK, "tools": "{"}, "'tools' is a text that is not JSON"),
         ({"messages": TALK, "tools": [1]}, "'tools' holds a value of type int where there should be a list of schemas"),
     ],
 )  # fmt: skip

@@ -152,7 +152,7 @@ def test_a_change_in_one_document_changes_nothing_in_the_next(name):
     variants = [{}, *zoo.FAMILIES.get(name, ())[1:]]
     for options in variants:
         model = zoo.build(name, dtype=torch.float32, **options).eval()
-        assert influence(model) < 1e-6, options  # experts sum in another order
+        assert influence(model) < 1e-6, options  # not 0, because experts sum their tokens in another order
 
 
 @pytest.mark.parametrize("name", ["gla", "llama"])

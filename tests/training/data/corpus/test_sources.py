@@ -197,7 +197,7 @@ def parquet(**columns) -> bytes:
 
 A, INT = {"text": "a"}, "holds a value of type int where there should be texts"
 LATIN = pyarrow.Array.from_buffers(pyarrow.string(), 2, pyarrow.array([b"ok", b"na\xefve"]).buffers())
-NO_TEXT = {  # name and content of a bad file, which is read after a good one; the message that follows the name
+NO_TEXT = {  # name and content of a bad file, which is read after a good file; the message that follows the name
     "numbers.jsonl": (jsonl({"text": 1}, {"text": 2}), rf", (line|row) 1 {INT}"),
     "booleans.jsonl": (jsonl({"text": True}), ", (line|row) 1 holds a value of type bool"),
     "a number.jsonl": (jsonl(A, A, {"text": 1}, A), rf", (line|row) 3 {INT}"),

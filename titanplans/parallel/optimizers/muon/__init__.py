@@ -1,4 +1,4 @@
-"""Muon for matrices with any sharding, computed from full matrices: the optimizer, its products, its communication."""
+"""Muon for matrices with any sharding: the optimizer, its Newton-Schulz iteration on full matrices, its communication."""
 
 from titanplans.parallel.optimizers.muon.optimizer import Muon
 

@@ -4,7 +4,8 @@ In a round each rank of a mesh owns at most one matrix. One all-to-all sends all
 owners, another one sends the results back. So a rank holds one or two full matrices at a time, the computation is
 distributed, and each rank sends and receives about the size of its shards, in bfloat16, the dtype of Muon's products.
 
-A stack of matrices (experts) is distributed in blocks. If it is sharded by expert over all ranks, nothing is sent.
+A stack of matrices (experts) is distributed in blocks of matrices. If the stack is sharded by expert over all ranks,
+nothing is sent.
 """
 
 import math
@@ -25,7 +26,7 @@ Placements = tuple[Placement, ...]
 
 
 class Assignment(NamedTuple):
-    """The matrices of one parameter that one rank, their owner, gathers and orthogonalises in a round."""
+    """The matrices of one parameter that one rank (their owner) gathers and orthogonalises in a round."""
 
     index: int
     """The parameter's index."""
@@ -37,7 +38,7 @@ class Assignment(NamedTuple):
 
 
 Round = dict[int, Assignment]
-"""The assignments that are gathered at the same time, by their owner's position in the flattened mesh."""
+"""The assignments that are gathered at the same time. Keys are the owners' positions in the flattened mesh."""
 
 
 def rounds_of(parameters: Mapping[int, tuple[tuple[int, ...], Placements]], ranks: int) -> list[Round]:
@@ -153,7 +154,8 @@ class Exchange:
     def _all_to_all(
         self, to: Mapping[int, torch.Tensor], boxes: Mapping[int, Box]
     ) -> tuple[dict[int, torch.Tensor], Any]:
-        """Send the flat tensors `to` ranks by position; return received ones with the sizes of `boxes`, and the work."""
+        """Send each flat tensor in `to` to the rank at its position; return the received tensors by position, and the
+        work."""
         if self.size == 1:
             return dict(to), None
         empty = torch.empty(0, dtype=torch.bfloat16, device=self._device)
@@ -210,7 +212,8 @@ def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def view(tensor: torch.Tensor, origin: Box, box: Box) -> torch.Tensor:
-    """Return the part `box` of a larger tensor, as a view of `tensor`, which is the part `origin` of the larger tensor."""
+    """Return the values of `box` as a view of `tensor`, which has the values of `origin`; both boxes are of one larger
+    tensor."""
     for dim, ((start, _), (first, size)) in enumerate(zip(origin, box, strict=True)):
         tensor = tensor.narrow(dim, first - start if size else 0, size)
     return tensor

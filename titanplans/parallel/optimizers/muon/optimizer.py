@@ -33,17 +33,17 @@ class Muon(torch.optim.Optimizer):
     `step` is collective: each rank of the parameters' meshes calls it, with gradients of the same parameters.
 
     Args:
-        params: parameters, or groups of them: matrices [rows, columns], or stacks [matrices, rows, columns], each matrix of
-            which is orthogonalised by itself. DTensors of any Shard and Replicate placements, or plain tensors.
-        lr: learning rate; `weight_decay` is multiplied by it, as AdamW's is.
+        params: parameters, or groups of them: matrices [rows, columns], or stacks [matrices, rows, columns], whose
+            matrices are orthogonalised one by one. DTensors of any Shard and Replicate placements, or plain tensors.
+        lr: learning rate; `weight_decay` is multiplied by `lr`, as in AdamW.
         momentum: decay rate of the momentum.
         nesterov: use Nesterov's momentum.
         ns_steps: steps of the Newton-Schulz iteration.
         adjust_lr_fn: the factor of the update of a matrix [A, B]: "match_rms_adamw", 0.2 sqrt(max(A, B)), which matches the
             RMS of AdamW's update (arxiv.org/abs/2502.16982), or "original", sqrt(max(1, A / B)).
         sections: the sections of parameters that pack several matrices, which are orthogonalised one by one.
-        replicas: 1-D mesh of ranks that each have all plain tensors, and that the work is distributed over. None: this rank
-            computes all updates of plain tensors.
+        replicas: 1-D mesh of ranks that all have the same plain tensors; the updates of these tensors are distributed over
+            the ranks. None: this rank computes all updates of plain tensors.
 
     Raises:
         ParallelError: a parameter is neither a matrix nor a stack of them.
@@ -151,7 +151,8 @@ class Muon(torch.optim.Optimizer):
         return torch.cat([orthogonalize(matrix, steps) for matrix in matrices], sections.dim)
 
     def _apply(self, param: torch.Tensor, group: dict[str, Any], update: torch.Tensor, box: Box) -> None:
-        """Apply weight decay and the scaled update to this rank's shard of `param`, which is `box` of it."""
+        """Apply weight decay and the scaled update to this rank's shard of `param`; `box` is the shard's position in
+        `param`."""
         scale, sections = SCALES[group["adjust_lr_fn"]], self.sections.get(param)
         shape = list(param.shape)
         dim, sizes = (param.ndim - 1, (shape[-1],)) if sections is None else sections

@@ -32,7 +32,7 @@ def orthogonalize(matrices: torch.Tensor, steps: int) -> torch.Tensor:
     tall = x.shape[-2] > x.shape[-1]
     if tall:
         x = x.mT
-    # Afterwards the largest singular value is at most 1. Not in place, since `matrices` may be the momentum buffer.
+    # After this division the largest singular value is at most 1. Not in place: `matrices` may be the momentum buffer.
     x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=_EPS)
     for _ in range(steps):
         gram = x @ x.mT

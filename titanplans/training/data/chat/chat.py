@@ -24,7 +24,8 @@ from titanplans.training.data.chat.template import ChatTemplate
 
 _log = logging.getLogger(__name__)
 _VERSION = 4
-"""Version of the tokens that are cached for a row. Raise it when they change, so that older caches are not used."""
+"""Version of the tokens that are cached for a row. Raise it when the tokens of a row change, so that older caches are not
+used."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,8 @@ class ChatFormat:
         return [*filter(None, columns), *sorted({"tools", "weight"} & set(available))]
 
     def read(self, row: object, where: str) -> dict[str, Any]:
-        """Return a row's conversation in the form in which Arrow stores it; without tokens if none of them count."""
+        """Return a row's conversation in the form in which Arrow stores it; if none of its tokens count, without
+        tokens."""
         tokens = self.tokens(read_conversation(row, self._chat, where), where)
         return {"conversation": tokens.to_bytes() if tokens.has_counted_tokens else b"", "where": where}
 
@@ -123,9 +125,9 @@ class ChatFormat:
     def tokens(self, conversation: Conversation, where: str) -> Tokens:
         """Return a conversation's tokens, and which of them count.
 
-        The chat template may mark what the assistant says with `{% generation %}`. Without marks, an answer begins where the
-        text of the conversation before it, including the template's generation prompt, ends. A token that lies partly in an
-        answer counts, as in transformers.
+        The chat template may mark what the assistant says with `{% generation %}`. Without marks, an answer begins where
+        the earlier conversation ends, including the template's generation prompt. A token that lies partly in an answer
+        counts, as in transformers.
 
         Raises:
             DataError: the template can't write the conversation, or what the assistant says can't be located.
@@ -158,7 +160,8 @@ class ChatFormat:
             if n == 0:
                 raise DataError(
                     f"{where}: the assistant begins, and {self._template.origin} has no {{% generation %}} marks, "
-                    "without which its first answer can't be located; leave the row out, or give a chat_template with them"
+                    "without which its first answer can't be located; leave the row out, or give a "
+                    "chat_template with these marks"
                 )
             answer = overlaps(*self._message_span(conversation, n, text, where, prompt=True))
             counted |= answer
@@ -216,7 +219,7 @@ class ChatFormat:
         )
 
     def fit(self, tokens: Tokens, where: str) -> Tokens | None:
-        """Truncate a conversation to a sequence, as the options say; return None if it is left out or none of it counts.
+        """Truncate a conversation to a sequence, as the options say. Return None if it is left out, or if no token counts.
 
         Raises:
             DataError: the conversation is too long, and truncation = "error".

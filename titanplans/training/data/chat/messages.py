@@ -13,7 +13,8 @@ _REMEDY = "repair the row or leave it out"
 TRAINED_KEYS = ("weight", "loss", "train")
 """Keys with which a message says whether it is trained on; 0 or false excludes it from the loss."""
 OTHER_CONTENT_KEYS = (("tool_calls",), ("function_call",), ("reasoning_content", "reasoning", "thinking"))
-"""Keys of what an assistant says besides its content. The keys of a group mean the same thing, in different data sets."""
+"""Keys of an assistant's message other than its content. The keys of one group mean the same thing in different data
+sets."""
 
 
 class Columns(NamedTuple):
@@ -56,7 +57,7 @@ def resolve_columns(chat: Chat) -> Columns:
 
 
 def find_columns(available: Sequence[str], chat: Chat, where: str) -> Columns:
-    """Return the columns of a row to read: messages, or a prompt and its completion; None for those that the row lacks.
+    """Return the columns of a row to read: messages, or a prompt and its completion; None for columns that the row lacks.
 
     Args:
         available: the names of the row's columns.
@@ -94,8 +95,8 @@ def find_columns(available: Sequence[str], chat: Chat, where: str) -> Columns:
             )
         ]
         raise DataError(
-            f"{option} = {getattr(names, option)!r}: {problem}; name the one with the messages in chat.messages_column, or "
-            f"those of prompts and their answers in prompt_column and completion_column{''.join(fitting_formats[:1])}"
+            f"{option} = {getattr(names, option)!r}: {problem}; name the column of messages in chat.messages_column, or the "
+            f"columns of prompts and their answers in prompt_column and completion_column{''.join(fitting_formats[:1])}"
         )
     for option in ("input_column", "system_column"):
         if getattr(names, option) not in available:
@@ -138,7 +139,7 @@ def read_conversation(row: Any, chat: Chat, where: str) -> Conversation:
 
     Raises:
         DataError: the row lacks the columns, has a weight other than 1, or has no messages; or a message has no known role,
-            or no content that is a text and not empty.
+            or its content is not a text or is empty.
     """
     row = expect(row, dict, where, "an object", _REMEDY)
     names = find_columns(list(row), chat, where)
@@ -206,7 +207,8 @@ def _pop_is_trained(message: dict[str, Any], train_on: str, where: str, *, in_pr
 def _read_messages(
     row: dict[str, Any], column: Any, names: Columns, where: str, role: str | None = None
 ) -> list[dict[str, Any]]:
-    """Return the messages in a cell: a list, or a text, which is one message if `role` is given, and else a list in JSON."""
+    """Return the messages in a cell. The cell is a list, or a text: one message if `role` is set, otherwise a list in
+    JSON."""
     value, expected = row[column], f"{'a text or ' * (role is not None)}a list of messages"
     if isinstance(value, str):
         if role is not None:
@@ -230,7 +232,7 @@ def _parse_json(text: str, column: str, where: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DataError(
-            f"{where}: {column!r} is a text, and not one of JSON ({error}); name another column, or repair the row"
+            f"{where}: {column!r} is a text that is not JSON ({error}); name another column, or repair the row"
         ) from None
 
 
@@ -264,7 +266,7 @@ def _read_message(message: Any, names: Columns, where: str) -> dict[str, Any]:
                     f"{where} has content of type {kind!r}, but only texts are trained on; remove it, or leave the row out"
                 )
         content = "".join(item["text"] for item in content)
-    # A message of a tool, or one with tool calls or thoughts, needs no text.
+    # A message of a tool, and a message with tool calls or thoughts, may have no text.
     may_be_empty = role == "tool" or any(message.get(key) for group in OTHER_CONTENT_KEYS for key in group)
     return message | {"role": role, "content": _read_text(content, where, allow_empty=may_be_empty)}
 

@@ -56,7 +56,7 @@ class ChatTemplate:
         if not isinstance(tokenizer, transformers.PreTrainedTokenizerFast):
             raise DataError(
                 f"{where}: its tokenizer, {type(tokenizer).__name__}, returns no offsets of tokens in the text; give "
-                "one with a tokenizer.json"
+                "a folder with a tokenizer.json"
             )
         self._tokenizer, self._train_on = tokenizer, chat.train_on
         self._template, self.origin = _find_template(chat.chat_template, tokenizer, where)
@@ -71,8 +71,8 @@ class ChatTemplate:
             unset = _unset_tokens(self._template, {*tokenizer.special_tokens_map, *variables})
         if unset:
             raise DataError(
-                f"{self.origin} writes {unset[0]}, which tokenizer_config.json does not define, so the text would lack it; "
-                f"define it, or give {unset[0]} in chat_template_kwargs"
+                f"{self.origin} writes {unset[0]}, which tokenizer_config.json does not define, so it would be missing in "
+                f"the text; define it, or give {unset[0]} in chat_template_kwargs"
             )
         # strftime_now = None makes a template that asks for the date fail: the data would depend on the day of the run.
         self._variables: dict[str, Any] = tokenizer.special_tokens_map | variables | {"strftime_now": None}
@@ -104,7 +104,8 @@ class ChatTemplate:
             content = message.get("content", "")
             if content.strip() in text:
                 continue
-            # The content may be written in another form. If changing it changes nothing in the text, it is left out.
+            # The template may write the content in another form. If another content gives the same text, the content is
+            # left out.
             other = [*messages[:n], message | {"content": f"{content} x"}, *messages[n + 1 :]]
             if self._text(conversation._replace(messages=other), len(messages), where) == text:
                 raise DataError(
@@ -145,8 +146,8 @@ class ChatTemplate:
         Raises:
             DataError: an argument is not valid JSON.
         """
-        # In OpenAI's format the arguments are JSON texts. Some templates expect objects, and quote a text a second time or
-        # refuse it; others expect texts.
+        # In OpenAI's format the arguments are JSON texts. Some templates expect texts. Others expect objects, and quote a
+        # text a second time or refuse it.
         texts = [call["arguments"] for call in _calls(conversation) if isinstance(call["arguments"], str)]
         if not texts:
             return conversation
@@ -173,8 +174,8 @@ class ChatTemplate:
     def marks(self, conversation: Conversation, messages: int, where: str) -> list[tuple[int, int]]:
         """Return the spans between the marks of `{% generation %}` in the first `messages`, in characters."""
         # transformers' assistant_masks is not used. Before 5.24 it is wrong for a tokenizer that leaves spaces out of its
-        # offsets, such as Llama 3's: a span that begins with a space and all later spans are lost, and a span that ends with
-        # a space extends to the end of the conversation.
+        # offsets, such as Llama 3's: a span that begins with a space is lost, and so are all later spans; a span that ends
+        # with a space extends to the end of the conversation.
         from transformers.utils.chat_template_utils import render_jinja_template
 
         with as_data_error(f"{where}: {self.origin} can't write the conversation", _REMEDY):
@@ -201,8 +202,8 @@ class ChatTemplate:
         if not text.startswith(prefix):
             last = ' or train_on = "last",' if self._train_on != "last" else ""
             raise DataError(
-                f"{where}: {self.origin} writes the first {messages} messages differently when others follow, so what "
-                "the assistant says can't be located; give a chat_template with {% generation %} around it,"
+                f"{where}: {self.origin} writes the first {messages} messages differently when others follow, so the "
+                "assistant's answers can't be located; give a chat_template with {% generation %} around each answer,"
                 f"{last} or leave the row out"
             )
         return len(prefix)
@@ -246,7 +247,7 @@ def _stop_ids(tokenizer: Any, folder: Path) -> set[int]:
 
 @functools.lru_cache(maxsize=1)
 def _load(folder: str, _states: tuple[tuple[str, int], ...]) -> Any:
-    """Load a folder's tokenizer with transformers. Since each validation needs it, it is cached until a file changes."""
+    """Load a folder's tokenizer with transformers. It is cached until a file changes, since each validation needs it."""
     import transformers
 
     return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -40,7 +40,8 @@ class TextColumn:
         return [self.name]
 
     def read(self, row: object, where: str) -> dict[str, str]:
-        """Return a row in the form in which Arrow stores it. Raises DataError, which names `where`, if it can't be used."""
+        """Return a row in the form in which Arrow stores it. Raises DataError, which names `where`, if the row can't be
+        used."""
         fields = expect(row, dict, where, f"an object with {self.name!r}", "repair the file or leave it out")
         (column,) = self.columns(list(fields), where)
         value = fields[column]
@@ -62,8 +63,8 @@ class TextColumn:
 def boundary(read: Callable[[int, int], bytes | memoryview], offset: int, length: int, size: int) -> int:
     """Return where to cut a text near byte `offset`: at the first line that begins there or at most `length` bytes later.
 
-    If no line begins there, cut after the first space; if there is none, at the end of the text, if that is within `length`
-    bytes; otherwise before the first UTF-8 character that begins there.
+    If no line begins in this range, cut after the first space in it. If there is no space, cut at the end of the text if
+    that is in the range, otherwise before the first UTF-8 character in the range.
 
     Args:
         read: `read(offset, n)` returns the n bytes from `offset` on, or fewer at the end.

@@ -1,7 +1,7 @@
 """`HubDocuments`: a data set of the Hugging Face hub, or a local copy of one, streamed by the `datasets` library.
 
-Nothing is downloaded in advance or indexed: documents come in the data set's order, shard by shard, and a position is the
-library's state. `datasets.distributed.split_dataset_by_node` divides the shards among readers.
+Nothing is downloaded in advance or indexed. Documents come in the data set's order, shard by shard, and a position in the
+data is the state of the library's iterator. `datasets.distributed.split_dataset_by_node` divides the shards among readers.
 """
 
 import os
@@ -46,7 +46,7 @@ class HubDocuments:
         self._data, first = _open(name, path or repository, config or None, split, row_format)
         if first is None:
             raise DataError(f"dataset = {name!r}: its split {split!r} holds no document")
-        # `_open` can replace only the reader of files. A builder of another kind yields the columns of its rows.
+        # `_open` can replace only a builder that reads files. A builder of another kind yields unconverted rows.
         if not row_format.features.keys() <= first.keys():
             row_format.columns(list(first), f"dataset = {name!r}")
             raise DataError(
@@ -74,8 +74,8 @@ class HubDocuments:
     def documents(
         self, epoch: int, reader: int, readers: int, start: list[Any] | None
     ) -> Iterator[tuple[list[Any], Any]]:
-        """Yield documents like `Shuffled.documents`. A position is the library's state before a row, and the index of a
-        document in that row.
+        """Yield documents like `Shuffled.documents`. A position has two parts: the library's state before a row, and the
+        index of a document in that row.
         """
         from datasets.distributed import split_dataset_by_node
 

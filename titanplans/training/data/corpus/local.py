@@ -132,9 +132,9 @@ def in_split(indices: np.ndarray, split: str) -> np.ndarray:
 class TextFiles:
     """Documents of about `fragment_bytes` bytes, cut from UTF-8 text files at line ends.
 
-    The constructor reads only the files' sizes. A document consists of the lines that begin in its range of bytes (longer
-    lines are cut), so the documents of a file concatenate to the file. If there are 20 files or more, whole files are for
-    validation; otherwise every 20th document is.
+    The constructor reads only the files' sizes. A document consists of the lines that begin in its range of bytes; lines
+    longer than a document are cut. So the documents of a file, put together, are the file. If there are 20 files or more,
+    whole files are for validation; otherwise every 20th document is.
 
     Args:
         root: the folder that names of files are relative to.
@@ -192,8 +192,8 @@ class TextFiles:
             ) from error
 
 
-# These are left out: third-party packages; tests, which are half of the bytes, many of them tables of expected values; and
-# generated files, i.e. character tables, and build settings with paths of the machine that built Python.
+# Left out are third-party packages; tests, which are half of the bytes, with many tables of expected values; and generated
+# files: character tables, and build settings with paths of the machine that built Python.
 _EXCLUDED_FOLDERS = {
     "site-packages",
     "dist-packages",

@@ -1,4 +1,4 @@
-"""`RowDocuments`: rows of .jsonl and .parquet files as documents. They are converted to Arrow in the `datasets` cache.
+"""`RowDocuments`: rows of .jsonl and .parquet files as documents. The rows are converted to Arrow in the `datasets` cache.
 
 A `RowFormat` reads a row as a text (`column.py`) or a conversation (`chat.py`).
 """
@@ -44,7 +44,7 @@ class RowDocuments:
         reader: converts rows to documents.
 
     Raises:
-        DataError: a file can't be read, or a row can't be used; names the file, and the line or row.
+        DataError: a file can't be read, or a row can't be used; the message names the file, and the line or row.
     """
 
     def __init__(self, root: Path, files: Sequence[Path], file_format: str, split: str, reader: RowFormat):
@@ -92,7 +92,8 @@ def cache_folder() -> Path:
 
 
 def _cached_dataset(files: Sequence[Path], file_format: str, reader: RowFormat) -> "Dataset":
-    """Return the converted documents from the cache. The first process converts them, and others wait for its lock."""
+    """Return the converted documents from the cache. The first process converts them under a lock, and other processes
+    wait."""
     from datasets import Dataset, Features, Value
 
     states = [(str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]

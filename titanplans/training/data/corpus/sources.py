@@ -46,7 +46,7 @@ class Shuffled:
     def choose_readers(self, counts: Sequence[int]) -> int:
         """Return the first of `counts`, which are numbers of readers, that does not exceed the number of documents, else 1.
 
-        If it is 1, there are too few documents, and all ranks and workers read from the same reader in turn.
+        If the result is 1, there are too few documents, and all ranks and workers read from the same reader in turn.
         """
         return next((count for count in counts if count <= len(self._corpus)), 1)
 
