@@ -2,8 +2,8 @@
 
 python benchmarks/estimate.py
 
-The runs are the two of torchtitan's benchmarks/llama3_h100_202412_torchtitan.md (commit b5bcd76) that are not compiled. It states
-the memory as `max_reserved`, in GiB.
+The runs are those of torchtitan's benchmarks/llama3_h100_202412_torchtitan.md (commit b5bcd76) that are not compiled. It
+states the memory as `max_reserved`, in GiB.
 """
 
 import tempfile
