@@ -55,7 +55,7 @@ def row(name: str) -> tuple[str, ...]:
     kernels.install("cpu")
     plan = registered_plans().get(name)
     first = (f"`{name}`", "" if plan is None else f"`{plan.__name__}`")
-    start = time.process_time()  # of all threads: other programs on the machine do not count
+    start = time.process_time()  # CPU time, so that other programs on the machine do not count
     try:
         is_available = name in modeling.available()
         config = modeling.load_config(name, "debug") if is_available else default_config(name)

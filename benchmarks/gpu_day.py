@@ -49,7 +49,7 @@ Part = Callable[[Machine], Iterator[Run]]
 
 
 def tests(m: Machine) -> Iterator[Run]:
-    """The tests marked `cuda`: kernels under plans, NCCL worlds, float8, steps without device synchronization."""
+    """The tests marked `cuda`: FLA's kernels in split models, groups over NCCL, float8, steps without synchronization."""
     files = ("tests/cuda", "tests/parallel/mesh/test_process_group.py")
     missing = None if importlib.util.find_spec("pytest") else "pytest is not installed"
     yield Run("pytest -m cuda", ("-m", "pytest", "-m", "cuda", "-q", "-rs", *files), 30, missing)
@@ -196,7 +196,7 @@ def main(argv: list[str] | None = None) -> int:
         "--at-once",
         type=int,
         default=1,
-        help="number of concurrent proofs, each on a core, since compiling kernels takes most of their time",
+        help="number of proofs to run at once, at most one per core: a proof mostly compiles kernels on the CPU",
     )
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run in tiny sizes"

@@ -62,7 +62,7 @@ def picture() -> str:
 
 
 def of_block() -> dict[str, str]:
-    """Return the style of each module of the first block, with the style's name in a plan, such as "colwise"."""
+    """Return the name that a plan has for the style of each module of the first block, such as "colwise"."""
     model = modeling.build(modeling.load_config(MODEL, "debug", num_hidden_layers=1))
     prefix = "model.layers.0."
     found = {

@@ -30,7 +30,7 @@ def silent_progress(arguments):
     """Show no progress."""
 
 
-@needs_torch_2_13("the page is of the graphs of 2.13")
+@needs_torch_2_13("the page lists the graphs that torch 2.13 compiles")
 @pytest.mark.parametrize(
     "name",
     [
@@ -174,7 +174,7 @@ def test_a_graph_break_before_a_product_is_named_as_the_obstacle():
 
         with graphs_end_as_on_a_gpu():
             graphs = capture(model, [name], run, group, prepare_block)[name]
-    # Blocks are not prepared, so the MLP's last product is inside FLA's swiglu_linear.
+    # `prepare`, which switches fuse_swiglu off, is not called, so the MLP's last product is inside FLA's swiglu_linear.
     blocked = [v for graph in graphs for v in graph.verdicts if not v.hidden and v.possible]
     assert [(v.operation, v.backward) for v in blocked] == [("reduce_scatter", False), ("all_gather", True)]
     assert {v.obstacle for v in blocked} == {"a graph break separates it from its product"}

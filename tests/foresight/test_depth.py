@@ -46,6 +46,7 @@ def test_each_block_is_rehearsed_or_stands_for_others():
         ("qwen3_moe", 8, 2, [EP, BFLOAT16]),
         ("deepseek_v3", 9, 2, [TP, EP]),
         ("gemma3_text", 18, 2, [TP]),
+        ("yoco", 12, 2, []),
         ("llama", 16, 2, [PP, "training.local_batch_size=4", BFLOAT16]),
         ("llama", 16, 2, [PP, "training.local_batch_size=4", "parallelism.pipeline_parallel_schedule=GPipe"]),
     ],

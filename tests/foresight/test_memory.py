@@ -1,5 +1,7 @@
 """Forecasts of tiny jobs: what follows from the sizes of their tensors, and what is refused."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from tests import zoo
 from tests.support import rehearsals
 from titanplans import modeling
 from titanplans.errors import UserError
-from titanplans.foresight.memory import ACTIVATIONS, GATHERED, assumptions
+from titanplans.foresight.memory import ACTIVATIONS, GATHERED, BlocksDiffer, assumptions, forecast_memory
 from titanplans.foresight.rehearsal import OPTIMIZER, WEIGHTS
 
 LLAMA = {
@@ -124,3 +126,32 @@ def test_no_mask_is_made_for_joined_documents(tmp_path):
         forecast(tmp_path, f"training.seq_len={length}").parts[ACTIVATIONS] for length in (256, 1024)
     )
     assert long == pytest.approx(4 * short, rel=0.01)
+
+
+class Growing(torch.nn.Linear):
+    """A layer that keeps more of its output with each instance; nothing in its attributes tells."""
+
+    def forward(self, x):
+        return super().forward(x) + x.repeat(1, 1, next(self.sizes)).exp().sum(-1, keepdim=True)
+
+
+def test_blocks_that_look_alike_and_differ(tmp_path, monkeypatch):
+    """If a block can't stand for the others, all blocks are rehearsed."""
+    job = rehearsals.job(tmp_path)
+    config = zoo.config("llama", **LLAMA)
+    build = modeling.build
+
+    def build_growing(*args):
+        model = build(*args)
+        for index, layer in enumerate(model.model.layers):
+            layer.mlp.down_proj.__class__ = Growing
+            layer.mlp.down_proj.sizes = itertools.repeat(1 + index % 2 * 3)
+        return model
+
+    monkeypatch.setattr(modeling, "build", build_growing)
+    monkeypatch.setattr("titanplans.training.job.resolve.hf_config", lambda job: config)
+    (result,) = forecast_memory(job, 2)
+    (full,) = rehearsals.forecasts(job, config, 2, every_block=True)
+    assert result.parts == full.parts
+    with pytest.raises(BlocksDiffer):
+        rehearsals.forecasts(job, config, 2)

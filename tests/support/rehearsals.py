@@ -6,7 +6,6 @@ from transformers import PretrainedConfig
 
 from titanplans import kernels
 from titanplans.config import JobConfig, load_job
-from titanplans.foresight.depth import Depth
 from titanplans.foresight.memory import MemoryForecast, forecast_of, shortened
 from titanplans.foresight.pipeline import Crossing
 from titanplans.foresight.rehearsal import rehearse
@@ -36,10 +35,7 @@ def forecasts(
     """
     kernels.install("cpu")
     stages, crossing = job.parallelism.pipeline_parallel_degree, Crossing()
-    short_job, depth = shortened(job, config)
-    if every_block:
-        starts = [places[0] for places in depth.places if depth.places.index(places) in depth.starts]
-        short_job, depth = job, Depth(list(range(config.get_text_config().num_hidden_layers)), starts)
+    short_job, depth = shortened(job, config, every_block=every_block)
     return [
         forecast_of(
             rehearse(short_job, config, ranks, stage * ranks // stages, depth.removed, crossing), depth, stage

@@ -106,8 +106,8 @@ class Cell:
             previous = record["job"] if record else {}
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path} is not the record of a cell ({error}): remove its folder") from error
-        # A refused cell has trained nothing, so its settings may change. Keys that only one of the two records has, since
-        # another release wrote it, are ignored.
+        # A refused cell has trained nothing, so its settings may change. Keys that only the record or
+        # only the job has are ignored, since another release may have written the record.
         changes = describe_changes(previous, self.job, ignored=previous.keys() ^ self.job.keys())
         if changes and record["state"] != "refused":
             raise ConfigError(

@@ -34,7 +34,8 @@ class RegionSplit:
         region: the first of its kind.
         mixes_tokens: whether it is a token mixer.
         split: None if it is not split; `reason` says why.
-        norms: norms over features of several units, by name.
+        norms: norms over features of several units, by name. A unit is the smallest part that can go to one rank: a head, or
+            a channel.
         counts: the attributes of its code that count units.
         head_name: the attribute that counts its units, by dotted name; None: no attribute does.
         shared_head_name: the attribute that counts heads that units share, such as key/value heads; None: there are none.
@@ -121,7 +122,7 @@ def analyse(model: nn.Module) -> ModelSplit:
 
 
 def _check_runs(model: nn.Module, ids: torch.Tensor) -> None:
-    """Refuse a model of which no gradient says anything about its dataflow."""
+    """Refuse a model that does not run, or whose logits are not finite or differ between two runs."""
     what = f"derive {type(model).__name__}"
     with torch.no_grad(), as_user_error(f"{what}: the unsplit model does not run on a CPU", PlanError):
         first, second = (float_tensors(model(input_ids=ids))[0] for _ in range(2))
@@ -191,7 +192,8 @@ def _closes(split: SlicedRegion) -> bool:
 def integers(module: nn.Module) -> dict[str, int]:
     """Return the integer attributes above 1 of a module and of its config, by dotted name.
 
-    If none of them counts heads, those of modules in it that have children, too: a mixer may only call another one.
+    If none of these attributes counts heads, those of inner modules that have children are returned, too, since some mixers
+    only wrap another mixer.
     """
     found = _integers(module)
     config = getattr(module, "config", None)
@@ -218,8 +220,9 @@ def _choose_units(
 ) -> tuple[int, str | None]:
     """Return the number of units, and the attribute that counts them.
 
-    An MLP has as many as possible. A mixer has as many as an attribute says that it has heads; in doubt, the usual names of
-    query heads come first, then other names of heads, then any count. Without such an attribute every channel is a unit.
+    An MLP has as many units as possible. A mixer has as many units as heads, which an attribute counts. If several
+    attributes could, the usual names of query heads come first, then other names of heads, then any count. Without such an
+    attribute every channel is a unit.
     """
     options = sorted(layouts, reverse=True)
     if not mixes_tokens:
@@ -260,7 +263,7 @@ def _shared_head_name(split: SlicedRegion) -> str | None:
 
 
 def kernels_of(module: nn.Module) -> list[str]:
-    """Return the functions called by the code in `module` in whose place transformers calls kernels on a GPU, by name."""
+    """Return the names of functions that the code in `module` calls, and that transformers replaces by kernels on a GPU."""
     classes = {type(inner) for inner in module.modules()}
     return sorted({name for cls in classes for name in _kernels(cls)})
 

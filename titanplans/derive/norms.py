@@ -28,7 +28,7 @@ class SplitNormKind(NamedTuple):
 def find_split_norms(findings: Findings, units: int) -> dict[str, SplitNormKind]:
     """Return by name the norms that normalise features of several units together.
 
-    If the statistics of such a norm are not held constant, the columns of one unit reach more.
+    If the statistics of such a norm are not held constant, the output of one unit depends on parameters of other units.
     """
     layout = findings.layouts[units]
     return {
@@ -39,7 +39,7 @@ def find_split_norms(findings: Findings, units: int) -> dict[str, SplitNormKind]
 
 
 def _is_per_unit(findings: Findings, layout: RegionLayout, name: str) -> bool:
-    """Return whether all units use all of the norm's parameters, so that it is a norm of one unit's features."""
+    """Return whether the norm normalises each unit separately: all units use all of its parameters."""
     own = [key for key in findings.parameters if key.rpartition(".")[0] == name]
     return bool(own) and all(key not in layout.sharded for key in own)
 

@@ -138,6 +138,8 @@ class Expanded:
     """Bytes of frees for which no allocation was found."""
     leaked: int = 0
     """Bytes of allocations that are freed in the rehearsal, and of which a copy is not."""
+    differing: int | None = None
+    """A rehearsed block that stands for others, and whose forward allocates other tensors than the next one of its kind."""
 
 
 class _Expansion:
@@ -173,8 +175,25 @@ class _Expansion:
                     self._rest(segment, events) if segment.block is None else self._block(
                         segment, events, copy
                     )
+        self.result.differing = self._differing()
         self.result.leaked = sum(event.size for event in self.result.events) - self._never_freed()
         return self.result
+
+    def _differing(self) -> int | None:
+        tensors: dict[int, list[tuple[str, int]]] = defaultdict(list)
+        for allocation in self.record.allocations:
+            block = allocation.segment.block if allocation.segment.kind == "forward" else None
+            if block is not None and not allocation.is_fsdp:  # FSDP2 gathers some parameters in advance
+                tensors[block].append((allocation.operator, allocation.size))
+        # The first block of a stage also begins the residual stream.
+        inner = tensors.keys() - set(self.depth.starts)
+        for block in inner:
+            if self.depth.copies(block) > 1:
+                period = self.depth.place(block, 1) - self.depth.place(block)
+                others = inner & {block - period, block + period}
+                if any(tensors[block] != tensors[other] for other in others):
+                    return block
+        return None
 
     def _never_freed(self) -> int:
         """Return the bytes that the job's model allocates and does not free."""

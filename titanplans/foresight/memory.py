@@ -71,30 +71,48 @@ class MemoryForecast:
         )
 
 
+class BlocksDiffer(Exception):
+    """Blocks that should be alike allocate different tensors."""
+
+
 def forecast_memory(job: JobConfig, world_size: int) -> list[MemoryForecast]:
     """Rehearse `job` and return the peak memory of a rank: with a pipeline of the first, a middle and the last stage.
 
     Raises:
         UserError: the job's model can't be parallelised as the job says, or can't be rehearsed (see `rehearse`).
     """
-    config, crossing, stages = resolve.hf_config(job), Crossing(), job.parallelism.pipeline_parallel_degree
-    job, depth = shortened(job, config)
+    config = resolve.hf_config(job)
+    try:
+        return _forecast(*shortened(job, config), config, world_size)
+    except BlocksDiffer:
+        return _forecast(*shortened(job, config, every_block=True), config, world_size)
+
+
+def _forecast(
+    job: JobConfig, depth: Depth, config: PretrainedConfig, world_size: int
+) -> list[MemoryForecast]:
+    crossing, stages = Crossing(), job.parallelism.pipeline_parallel_degree
+    ranks = {stage: stage * world_size // stages for stage in sorted({0, stages // 2, stages - 1})}
     return [
-        forecast_of(
-            rehearse(job, config, world_size, stage * world_size // stages, depth.removed, crossing),
-            depth,
-            stage,
-        )
-        for stage in sorted({0, stages // 2, stages - 1})
+        forecast_of(rehearse(job, config, world_size, rank, depth.removed, crossing), depth, stage)
+        for stage, rank in ranks.items()
     ]
 
 
-def shortened(job: JobConfig, config: PretrainedConfig) -> tuple[JobConfig, Depth]:
-    """Return which blocks of the job's model are rehearsed, and a job that splits them into stages as `job` splits all."""
+def shortened(
+    job: JobConfig, config: PretrainedConfig, *, every_block: bool = False
+) -> tuple[JobConfig, Depth]:
+    """Return a job that splits the rehearsed blocks into stages as `job` splits all blocks, and which blocks these are.
+
+    `every_block`: let no block stand for others.
+    """
     model, p = modeling.build(config), job.parallelism
     decoder, stages = find_decoder(model), p.pipeline_parallel_degree
     recomputed = check_activation_checkpointing(model, strategy_of(job).activation_checkpoint)
     kinds = kinds_of(decoder, recomputed)
+    lists = {name.rpartition(".")[0] for name in decoder.names}
+    if every_block or len(lists) > 1:  # YOCO has two lists
+        kinds = list(range(len(kinds)))
     if stages == 1:
         return job, Depth(kinds)
     starts = starts_of_stages(model, p, stages, job.training.seq_len)
@@ -110,10 +128,14 @@ def shortened(job: JobConfig, config: PretrainedConfig) -> tuple[JobConfig, Dept
 
 
 def forecast_of(rehearsal: Rehearsal, depth: Depth, stage: int = 0) -> MemoryForecast:
-    """Return the memory of a rehearsed rank."""
+    """Return the memory of a rehearsed rank.
+
+    Raises:
+        BlocksDiffer: a block allocates other tensors than one that it stands for.
+    """
     expanded = expand(rehearsal, depth)
-    # Otherwise blocks that stand for others differ from them.
-    assert expanded.missing == expanded.leaked == 0, (expanded.missing, expanded.leaked)
+    if expanded.missing or expanded.leaked or expanded.differing is not None:
+        raise BlocksDiffer(expanded.missing, expanded.leaked, expanded.differing)
     parts = [part_of(allocation) for allocation in rehearsal.record.allocations]
     at_peak, when, timeline = _peak(expanded, parts)
     return MemoryForecast(

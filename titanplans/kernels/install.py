@@ -98,7 +98,10 @@ def _find(place: str) -> tuple[Any, str]:
 
 
 def _names() -> Names:
-    """Return the globals of the loaded FLA modules and the entries of their tables. Later modules import replacements."""
+    """Return the values in the globals of the loaded FLA modules, and in the dicts held there.
+
+    Modules that are loaded later import the replacements.
+    """
     found: Names = {}
     for module_name, module in list(sys.modules.items()):
         if module_name.partition(".")[0] != "fla":
@@ -153,8 +156,8 @@ def _on_cpu(
     kept outside of graphs, like a kernel, because the reference splits documents by their lengths, and these are values
     that a graph can't use.
     """
-    # In a tuple, so that `parallel.compile.graph_breaks` does not find the disabled function: calls without documents stay
-    # in graphs.
+    # `parallel.compile.graph_breaks` searches closures for functions that are kept out of graphs. It does not search a
+    # tuple, so calls without documents stay in graphs.
     out_of_graphs = (torch.compiler.disable(reference),)
 
     @functools.wraps(reference)
@@ -174,7 +177,9 @@ def _on_cpu(
 
 
 def _first_is_on_cpu(*args: Any, **kwargs: Any) -> bool:
-    """Whether the first tensor is on a CPU, or inside `for_meta` on meta. Later tensors may be host copies of lengths.
+    """Whether the first tensor is on a CPU; in the context `for_meta`, also whether it is on meta.
+
+    Later tensors may be host copies of lengths.
 
     A call without tensors, such as the creation of a mask from lengths, counts as a call on a CPU if there is no GPU.
     """

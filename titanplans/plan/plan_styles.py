@@ -69,7 +69,7 @@ class PlanStyles:
         return self._region(input_name, False, float8_input, mixes_tokens=False)
 
     def mlp_region(self, input_name: str = "x", *, float8_input: bool = True) -> Plan:
-        """Gather at the entry of an MLP, or of a mixture of experts of any name, and reduce at its exit.
+        """Gather at the entry of an MLP or a mixture of experts, whatever its class is called, and reduce at its exit.
 
         For code that still uses the output of the last projection, or that uses the projections' weights directly. The
         module has to work token by token. A module that mixes tokens, such as RWKV's shift, needs `attn_region`.

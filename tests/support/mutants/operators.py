@@ -188,7 +188,7 @@ FORWARD: tuple[Callable[[Site], Change], ...] = (
     offset_by_local_rows,
     offset_by_one,
 )
-"""Applied in the first block: a forward's fault spreads to all later modules, but the proof has to name its module."""
+"""Applied in the first block. The fault makes all later modules wrong, too, and the proof has to name the first one."""
 
 BACKWARD: tuple[Callable[[Site], Change], ...] = (
     gradient_of_other_stream,

@@ -16,11 +16,12 @@ HEAD = """# Architectures
 
 `titanplans list --long` prints these, without the last column.
 
-*Lines* is the number of lines of the plan's class. *Split by* lists the heads over which a mixer is split, its packed
-projections, its norms over a split width, the sums inside the region and local attributes. MLPs and vocabularies are always
-split; all other modules are replicated. *Largest degree* is the largest tensor-parallel degree of each named size, among
-powers of two up to 64. *Proved variants* are variants of the config in `tests/zoo.py`. Each is proved at tp 2 and 4, with
-and without sequence and loss parallelism: after a step, loss, gradients and weights equal the unsplit model's, in float64.
+*Lines* is the number of lines of the plan's class. *Split by* lists the attributes that count the heads of a mixer, its
+packed projections, its norms over a split width, and the modules whose outputs are gathered or summed in it. MLPs and
+vocabularies are always split; all other modules are replicated. *Largest degree* is the largest tensor-parallel degree of
+each named size, among powers of two up to 64. *Proved variants* are variants of the config in `tests/zoo.py`. Each is
+proved at tp 2 and 4, with and without sequence and loss parallelism: after a step, loss, gradients and weights equal the
+unsplit model's, in float64.
 
 | architecture | plan | lines | mixer | split by | largest degree | proved variants |
 |---|---|---|---|---|---|---|

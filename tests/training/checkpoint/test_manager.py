@@ -275,7 +275,7 @@ def test_a_restart_by_the_launcher_resumes_from_the_newest(two_ranks):
 
 
 def test_a_foreign_checkpoint_runs_no_code(two_ranks, folder):
-    assert "train_state.step in it is damaged" in two_ranks["poisoned"]
+    assert "train_state.step in the checkpoint is damaged" in two_ranks["poisoned"]
     assert not (folder / "ran").exists()
 
 

@@ -106,7 +106,7 @@ class Slow:
 
 
 def slow_to_free(arguments):
-    """Train with an object that, like data workers, takes long to free, which must not be interrupted."""
+    """Train with an object that takes long to free, as data workers do. A rank that frees it must not be interrupted."""
     from titanplans.cli.main import run
     from titanplans.training.trainer.trainer import Trainer
 

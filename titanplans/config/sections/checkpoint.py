@@ -40,10 +40,10 @@ class Checkpoint(Options, section="checkpoint", refuses=groups.checkpoint):
     at its step."""
 
     initial_adapter_path: FilePath | None = None
-    """Under lora.rank: adapters to start from (a folder that peft saved) if the job's folder holds no checkpoint."""
+    """With lora.rank: adapters to start from (a folder that peft saved) if the job's folder holds no checkpoint."""
 
     save_adapters_only: bool = False
-    """Under lora.rank: save only the weights that train; a resumed job loads all other weights from initial_load_path
+    """With lora.rank: save only the weights that train; a resumed job loads all other weights from initial_load_path
     again."""
 
     last_save_model_only: bool = True

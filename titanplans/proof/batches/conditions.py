@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The conditions of one micro batch. With the defaults no condition holds."""
+    """One micro batch. A field that differs from its default is a condition of the proof, such as padding."""
 
     size: int = 2
     """Number of sequences."""

@@ -1,4 +1,4 @@
-"""`stop_on_signals`: convert SIGINT and SIGTERM to an exception, or the first SIGTERM to a request."""
+"""`stop_on_signals`: convert SIGINT and SIGTERM to an exception. The first SIGTERM may call a function instead."""
 
 import contextlib
 import os
