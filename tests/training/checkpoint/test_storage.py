@@ -184,7 +184,7 @@ def test_no_code_of_a_checkpoint_runs(tmp_path):
     poisoned = tmp_path / "poisoned"
     dcp.save({"train_state": Runs(ran)}, checkpoint_id=poisoned, no_dist=True)
     reads = {"storage_reader": CheckpointReader(poisoned), "planner": Planner(), "no_dist": True}
-    with pytest.raises(BaseException, match="train_state in it is damaged"):
+    with pytest.raises(BaseException, match="train_state in the checkpoint is damaged"):
         dcp.load({"train_state": None}, **reads)  # type: ignore[arg-type]
     assert not ran.exists()
 
