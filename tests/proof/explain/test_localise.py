@@ -15,7 +15,7 @@ def test_errors_are_diagnosed_from_values():
 
     assert "not summed" in reason(summands[0], summands)
     assert "exactly 3 times too large: once for each rank" in reason(right * 3)
-    assert "exactly 1/3 of it" in reason(right / 3)
+    assert "exactly 1/3 of the right one" in reason(right / 3)
     assert "exactly 2 times the right one" in reason(right * 2)
     assert "exactly -1 times" in reason(-right)
     assert reason(torch.zeros(6)) == "all zeros"
