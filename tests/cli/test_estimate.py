@@ -23,6 +23,8 @@ GPU = """
 memory_gib = 1
 outside_gib = 0.99
 gpus_per_node = 2
+processors = 100
+shared_memory = 100000
 """
 
 
@@ -73,6 +75,15 @@ def test_what_is_refused(estimate, options, message):
     assert status == 2
     assert err.startswith("error: ")
     assert message in err
+
+
+def test_degrees_that_leave_no_ranks_to_fsdp(estimate):
+    """The job has as many GPUs as its degrees, and not those of whole machines."""
+    degrees = ("--parallelism.tensor_parallel_degree=2", "--parallelism.data_parallel_shard_degree=2")
+    status, out, err = estimate(*degrees)
+    assert (status, "4 GPUs (H100)" in out) == (0, True), err
+    status, _, err = estimate(*degrees, "--nodes=1")
+    assert (status, "is not the number of processes, 8" in err) == (2, True), err
 
 
 def test_a_model_that_ends_the_process(estimate):

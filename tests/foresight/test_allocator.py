@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from titanplans.foresight.allocator import MIB, Event, live, replay
+from titanplans.foresight.allocator import MIB, Event, replay
 
 BOTH = pytest.mark.parametrize("expandable", [False, True])
 
@@ -21,6 +21,15 @@ def events(*changes):
         else:
             result.append(Event(-sizes[-size - 1], -size - 1, 0))
     return result
+
+
+def live(sequence):
+    """Return the peak of the bytes that are allocated at the same time, not rounded."""
+    total = peak = 0
+    for event in sequence:
+        total += event.size
+        peak = max(peak, total)
+    return peak
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -34,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--nodes",
         metavar="N",
-        help="number of machines; default: as many GPUs as the degrees need, at least one node's",
+        help="number of machines; default: as many GPUs as the degrees need, and in whole machines if FSDP takes the rest",
     )
     parser.add_argument("--hardware", type=Path, metavar="FILE", help="TOML file with GPUs of your own")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -51,18 +52,25 @@ def main(argv: list[str]) -> int:
     job = load_job(job_arguments, "estimate")
     from titanplans.foresight.hardware import find_gpu
     from titanplans.foresight.processes import forecast_apart
-    from titanplans.training.job.resolve import fewest_processes
+    from titanplans.training.job.resolve import data_parallel_degree, fewest_processes
 
     gpu = find_gpu(options.gpu, options.hardware)
-    fewest = fewest_processes(job)
     nodes = None if options.nodes is None else from_text(options.nodes, PositiveInt, "--nodes")
-    world_size = nodes * gpu.gpus_per_node if nodes else -(fewest // -gpu.gpus_per_node) * gpu.gpus_per_node
+    if nodes is not None:
+        world_size = nodes * gpu.gpus_per_node
+    elif job.parallelism.shard_degree == -1:
+        world_size = math.lcm(fewest_processes(job), gpu.gpus_per_node)
+    else:
+        world_size = fewest_processes(job)
+    data_parallel_degree(job, world_size)  # refuses degrees that don't multiply to it
     began = time.monotonic()
-    forecasts, assumptions = forecast_apart(job, world_size)
+    forecasts, assumptions = forecast_apart(job, world_size, gpu)
     expandable = _has_expandable_segments()
-    needed = max((each.expandable if expandable else each.standard).reserved for each in forecasts)
+    on_gpu = [each.expandable_on_gpu if expandable else each.standard_on_gpu for each in forecasts]
+    fits = not any(each.is_out_of_memory for each in on_gpu)
+    retries = max(each.retries for each in on_gpu)
     if options.json:
-        print(json.dumps(_as_json(forecasts, assumptions, gpu, world_size, expandable), indent=2))
+        print(json.dumps(_as_json(forecasts, assumptions, gpu, world_size, expandable, fits), indent=2))
     else:
         t = job.training
         print(
@@ -71,13 +79,18 @@ def main(argv: list[str]) -> int:
         for forecast in forecasts:
             title = f"memory of stage {forecast.stage}" if len(forecasts) > 1 else "memory of a rank"
             print("\n".join(_lines(forecast, title, expandable)))
-        verdict = "fits" if needed <= gpu.usable else "does not fit"
-        print(
-            f"{verdict}: {_gib(needed)} GiB of {gpu.memory_gib:.1f} - {gpu.outside_gib:.1f} for CUDA and NCCL"
-        )
+        needed = max((each.expandable if expandable else each.standard).reserved for each in forecasts)
+        limit = f"{gpu.memory_gib:.1f} - {gpu.outside_gib:.1f} for CUDA and NCCL"
+        if fits and retries:
+            print(
+                f"fits, barely: the allocator would reserve {_gib(needed)} GiB of {limit}; it returns unused memory to the "
+                f"GPU {counted(retries, 'time')} in two steps, which is slow"
+            )
+        else:
+            print(f"{'fits' if fits else 'does not fit'}: {_gib(needed)} GiB of {limit}")
         print("\n".join(assumptions))
         print(f"{time.monotonic() - began:.0f} s", file=sys.stderr)
-    return 0 if needed <= gpu.usable else 1
+    return 0 if fits else 1
 
 
 def _has_expandable_segments() -> bool:
@@ -103,7 +116,12 @@ def _gib(size: int) -> str:
 
 
 def _as_json(
-    forecasts: "list[MemoryForecast]", assumptions: list[str], gpu: "Gpu", world_size: int, expandable: bool
+    forecasts: "list[MemoryForecast]",
+    assumptions: list[str],
+    gpu: "Gpu",
+    world_size: int,
+    expandable: bool,
+    fits: bool,
 ) -> dict[str, Any]:
     stages = [
         {
@@ -118,7 +136,8 @@ def _as_json(
         for forecast in forecasts
     ]
     return {
-        "gpu": asdict(gpu),
+        "fits": fits,
+        "gpu": gpu.to_dict(),
         "gpus": world_size,
         "expandable_segments": expandable,
         "stages": stages,

@@ -226,12 +226,3 @@ def replay(events: Iterable[Event], *, expandable: bool = False, capacity: int |
             peak.reserved, peak.reserved_at = allocator.reserved, index
     peak.retries = allocator.retries
     return peak
-
-
-def live(events: Iterable[Event]) -> int:
-    """Return the peak of the bytes that are allocated at the same time, not rounded."""
-    total = peak = 0
-    for event in events:
-        total += event.size
-        peak = max(peak, total)
-    return peak

@@ -1,23 +1,23 @@
 """`find_gpu`: the GPUs of `hardware.toml`, and those of a user's file."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titanplans.config.options import read_toml
-from titanplans.errors import ConfigError, did_you_mean
+from titanplans.config.options import Options, read_toml
+from titanplans.errors import ConfigError, OptionError, did_you_mean
 
 _FILE = Path(__file__).with_name("hardware.toml")
 
 
-@dataclass(frozen=True)
-class Gpu:
+class Gpu(Options):
     """A GPU. The keys are described in hardware.toml."""
 
     name: str
     memory_gib: float
     outside_gib: float
     gpus_per_node: int
+    processors: int
+    shared_memory: int
 
     @property
     def usable(self) -> int:
@@ -29,15 +29,24 @@ def find_gpu(name: str, file: Path | None = None) -> Gpu:
     """Return the GPU called `name`, of `file` or of titanplans.
 
     Raises:
-        ConfigError: there is no such GPU, or its table lacks a key or has an unknown one.
+        ConfigError: there is no such GPU, or a key of its table is missing, unknown or of another type.
     """
-    tables: dict[str, Any] = read_toml(_FILE) | ({} if file is None else read_toml(file))
+    own: dict[str, Any] = {} if file is None else read_toml(file, "hardware file")
+    tables = read_toml(_FILE) | own
     if name not in tables:
         raise ConfigError(
             f"--gpu {name}: no such GPU; {did_you_mean(name, tables)}. Add it in a file: --hardware FILE.toml"
         )
+    where, table = f"{file if name in own else _FILE}, [{name}]", tables[name]
+    if not isinstance(table, dict):
+        raise ConfigError(
+            f"{where}: {table!r} is not a table; write the keys of titanplans' hardware.toml under it"
+        )
+    if missing := sorted(Gpu.model_fields.keys() - table.keys() - {"name"}):
+        raise ConfigError(
+            f"{where}: {', '.join(missing)} is missing; hardware.toml of titanplans describes the keys"
+        )
     try:
-        return Gpu(name, **tables[name])
-    except TypeError as error:
-        keys = ", ".join(Gpu.__dataclass_fields__.keys() - {"name"})
-        raise ConfigError(f"{file or _FILE}, [{name}]: {error}; the keys are {keys}") from error
+        return Gpu(name=name, **table)
+    except OptionError as error:
+        raise ConfigError(f"{where}: {error}") from error

@@ -56,6 +56,10 @@ class MemoryForecast:
     """What the allocator reserves with its default settings."""
     expandable: Reserved
     """What it reserves with expandable segments."""
+    standard_on_gpu: Reserved
+    """As `standard`, on a GPU whose memory is limited."""
+    expandable_on_gpu: Reserved
+    """As `expandable`, on a GPU whose memory is limited."""
     timeline: list[tuple[Segment, int]]
     """The peak of each segment of the second step, in order."""
 
@@ -75,26 +79,31 @@ class BlocksDiffer(Exception):
     """Blocks that should be alike allocate different tensors."""
 
 
-def forecast_memory(job: JobConfig, world_size: int) -> list[MemoryForecast]:
+def forecast_memory(job: JobConfig, world_size: int, capacity: int | None = None) -> list[MemoryForecast]:
     """Rehearse `job` and return the peak memory of a rank: with a pipeline of the first, a middle and the last stage.
+
+    Args:
+        job: a job whose options don't contradict each other.
+        world_size: the number of ranks.
+        capacity: bytes that torch's allocator has on the GPU; None: no limit.
 
     Raises:
         UserError: the job's model can't be parallelised as the job says, or can't be rehearsed (see `rehearse`).
     """
     config = resolve.hf_config(job)
     try:
-        return _forecast(*shortened(job, config), config, world_size)
+        return _forecast(*shortened(job, config), config, world_size, capacity)
     except BlocksDiffer:
-        return _forecast(*shortened(job, config, every_block=True), config, world_size)
+        return _forecast(*shortened(job, config, every_block=True), config, world_size, capacity)
 
 
 def _forecast(
-    job: JobConfig, depth: Depth, config: PretrainedConfig, world_size: int
+    job: JobConfig, depth: Depth, config: PretrainedConfig, world_size: int, capacity: int | None
 ) -> list[MemoryForecast]:
     crossing, stages = Crossing(), job.parallelism.pipeline_parallel_degree
     ranks = {stage: stage * world_size // stages for stage in sorted({0, stages // 2, stages - 1})}
     return [
-        forecast_of(rehearse(job, config, world_size, rank, depth.removed, crossing), depth, stage)
+        forecast_of(rehearse(job, config, world_size, rank, depth.removed, crossing), depth, stage, capacity)
         for stage, rank in ranks.items()
     ]
 
@@ -127,8 +136,10 @@ def shortened(
     return job.model_copy(update={"parallelism": p.replace(**options)}), depth
 
 
-def forecast_of(rehearsal: Rehearsal, depth: Depth, stage: int = 0) -> MemoryForecast:
-    """Return the memory of a rehearsed rank.
+def forecast_of(
+    rehearsal: Rehearsal, depth: Depth, stage: int = 0, capacity: int | None = None
+) -> MemoryForecast:
+    """Return the memory of a rehearsed rank; `capacity` as in `forecast_memory`.
 
     Raises:
         BlocksDiffer: a block allocates other tensors than one that it stands for.
@@ -145,6 +156,8 @@ def forecast_of(rehearsal: Rehearsal, depth: Depth, stage: int = 0) -> MemoryFor
         when=when,
         standard=replay(expanded.events),
         expandable=replay(expanded.events, expandable=True),
+        standard_on_gpu=replay(expanded.events, capacity=capacity),
+        expandable_on_gpu=replay(expanded.events, expandable=True, capacity=capacity),
         timeline=timeline,
     )
 
@@ -154,6 +167,10 @@ def assumptions(job: JobConfig) -> list[str]:
     notes = []
     if job.compile.enable:
         notes.append("compile: not modelled; these are the numbers without it, and compiled blocks need less")
+    if job.parallelism.enable_async_tensor_parallel or job.parallelism.enable_fsdp_symm_mem:
+        notes.append(
+            "symmetric memory (async tensor parallelism, FSDP): not modelled; its buffers come on top"
+        )
     if job.parallelism.expert_parallel_degree > 1:
         notes.append("experts: tokens are assumed to be routed evenly")
     if documents.document_keyword(job, resolve.hf_config(job)) is not None:

@@ -11,12 +11,13 @@ from functools import partial
 
 from titanplans.config import JobConfig
 from titanplans.errors import ParallelError
+from titanplans.foresight.hardware import Gpu
 from titanplans.foresight.memory import MemoryForecast
 from titanplans.quiet import silence
 
 
-def forecast_apart(job: JobConfig, world_size: int) -> tuple[list[MemoryForecast], list[str]]:
-    """Return the results of `forecast_memory` and of `assumptions` for `job`, computed in a new process.
+def forecast_apart(job: JobConfig, world_size: int, gpu: Gpu) -> tuple[list[MemoryForecast], list[str]]:
+    """Return the results of `forecast_memory` and of `assumptions` for `job` on `gpu`, computed in a new process.
 
     Raises:
         ParallelError: the process ended without a result.
@@ -26,7 +27,7 @@ def forecast_apart(job: JobConfig, world_size: int) -> tuple[list[MemoryForecast
         1, multiprocessing.get_context("spawn"), partial(silence, training=True)
     ) as pool:
         try:
-            return pool.submit(_forecast, job, world_size).result()
+            return pool.submit(_forecast, job, world_size, gpu).result()
         except BrokenProcessPool as error:
             raise ParallelError(
                 f"{job.model.name or 'this model'} can't be estimated: its step on tensors without memory ended the "
@@ -34,13 +35,13 @@ def forecast_apart(job: JobConfig, world_size: int) -> tuple[list[MemoryForecast
             ) from error
 
 
-def _forecast(job: JobConfig, world_size: int) -> tuple[list[MemoryForecast], list[str]]:
+def _forecast(job: JobConfig, world_size: int, gpu: Gpu) -> tuple[list[MemoryForecast], list[str]]:
     from titanplans.foresight.memory import assumptions, forecast_memory
     from titanplans.kernels import without_launches
     from titanplans.training.job.checks import import_custom
     from titanplans.training.trainer.device import prepare_device
 
     prepare_device()
-    without_launches.start(processors=132, shared_memory=232448)
+    without_launches.start(processors=gpu.processors, shared_memory=gpu.shared_memory)
     import_custom(job)
-    return forecast_memory(job, world_size), assumptions(job)
+    return forecast_memory(job, world_size, gpu.usable), assumptions(job)

@@ -68,7 +68,6 @@ class Allocation:
     phase: Phase
     operator: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
     output: int
     """Index among the operator's outputs."""
     outputs: int
@@ -103,9 +102,7 @@ class StorageRecord:
     """The index of each live allocation, by the address of its storage object."""
     _resizable: dict[int, Allocation] = field(default_factory=dict)
     """The newest allocation of each storage that has been resized, by the address of its storage object."""
-    _streams: dict[int, int] = field(default_factory=dict)
-    _stream_objects: list[Any] = field(default_factory=list)
-    """Kept, so that `id` names each of them as long as this record exists."""
+    _streams: list[Any] = field(default_factory=list)
 
     def label(self, tensors: Iterable[tuple[str | None, torch.Tensor]], part: str) -> None:
         """Say what live tensors are for, unless that has been said.
@@ -126,7 +123,7 @@ class StorageRecord:
         key = address_of(storage)
         if key in self._open or not (size := storage.nbytes()):
             return
-        self._open_allocation(key, self._allocation(size, operator, tensor.shape, tensor.dtype, (at, of)))
+        self._open_allocation(key, self._allocation(size, operator, tensor.shape, (at, of)))
         weakref.finalize(storage, self._drop, key)
 
     def _drop(self, key: int) -> None:
@@ -147,13 +144,12 @@ class StorageRecord:
             before = self.allocations[index]
             if before.size == size:
                 return
-            before.is_fsdp = before.is_resized = (
-                True  # only FSDP2 resizes storages: those of gathered parameters
-            )
+            # Only FSDP2 resizes storages: those of gathered parameters.
+            before.is_fsdp = before.is_resized = True
             self._resizable[key] = before
             self._free(key)
         if size and before is not None:
-            again = self._allocation(size, "resize_", before.shape, before.dtype)
+            again = self._allocation(size, "resize_", before.shape)
             again.is_fsdp = again.is_resized = True
             again.module = before.module
             self._open_allocation(key, again)
@@ -163,15 +159,12 @@ class StorageRecord:
         size: int,
         operator: str,
         shape: Sequence[int],
-        dtype: torch.dtype,
         output: tuple[int, int] = (0, 1),
     ) -> Allocation:
         module, phase = self.places.now()
         at, of = output
         is_fsdp, stream, segment = self.places.in_unit, self._stream(), self.segment
-        return Allocation(
-            size, stream, module, phase, operator, tuple(shape), dtype, at, of, is_fsdp, segment
-        )
+        return Allocation(size, stream, module, phase, operator, tuple(shape), at, of, is_fsdp, segment)
 
     def _open_allocation(self, key: int, allocation: Allocation) -> None:
         self._open[key] = len(self.allocations)
@@ -183,10 +176,9 @@ class StorageRecord:
     def _stream(self) -> int:
         # On a CPU torch has stream objects that do nothing, and FSDP2 switches between them as on a GPU.
         stream = torch.cpu.current_stream()
-        if id(stream) not in self._streams:
-            self._streams[id(stream)] = len(self._streams)
-            self._stream_objects.append(stream)
-        return self._streams[id(stream)]
+        if stream not in self._streams:
+            self._streams.append(stream)
+        return self._streams.index(stream)
 
 
 @contextmanager

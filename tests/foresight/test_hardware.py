@@ -1,0 +1,49 @@
+"""GPUs of titanplans and of a user's file."""
+
+import pytest
+
+from titanplans.errors import ConfigError
+from titanplans.foresight.hardware import find_gpu
+
+TABLE = {
+    "memory_gib": 24,
+    "outside_gib": 1.5,
+    "gpus_per_node": 4,
+    "processors": 100,
+    "shared_memory": 100_000,
+}
+
+
+def write(folder, **changes):
+    lines = [f"{key} = {value}" for key, value in (TABLE | changes).items() if value is not None]
+    (folder / "own.toml").write_text("\n".join(["other = 1", "[mine]", *lines]))
+    return folder / "own.toml"
+
+
+@pytest.mark.parametrize("name", ["H100", "H200", "A100", "A100-40GB", "B200", "MI300X"])
+def test_gpus_of_titanplans(name):
+    gpu = find_gpu(name)
+    assert 35 * 2**30 < gpu.usable < gpu.memory_gib * 2**30
+
+
+def test_a_gpu_of_a_users_file(tmp_path):
+    assert find_gpu("mine", write(tmp_path)).usable == 22.5 * 2**30
+    assert find_gpu("H100", write(tmp_path)) == find_gpu("H100")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"memory_gib": '"24"'}, r"own.toml, \[mine\]: memory_gib = "),
+        ({"memory_gb": 24}, "memory_gb = 24: no such option; did you mean memory_gib"),
+        ({"processors": None}, r"own.toml, \[mine\]: processors is missing"),
+    ],
+)
+def test_what_is_refused(tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        find_gpu("mine", write(tmp_path, **changes))
+
+
+def test_a_value_that_is_no_table(tmp_path):
+    with pytest.raises(ConfigError, match=r"\[other\]: 1 is not a table"):
+        find_gpu("other", write(tmp_path))
