@@ -47,7 +47,7 @@ TRAIN = [sys.executable, "-m", "titanplans", "train"]
 RECORD, LOG = "cell.json", "log.txt"
 _SET_BY_SWEEP = {
     "job.dump_folder": "each cell has a separate folder",
-    "metrics.enable_jsonl": "the table is made from this file",
+    "metrics.enable_jsonl": "the table is made from the file that it writes",
 }
 """Keys that a sweep file may not set, and why."""
 _SECONDS_TO_STOP = 20.0  # a job ends about 10 s after a signal; after this time it is killed
@@ -154,7 +154,7 @@ def read_sweep(path: str) -> tuple[Header, list[Cell]]:
             )
             raise ConfigError(f'{path}: cell "{name}": {why}: name the cell in [[cells]]')
         for key in settings.keys() & _SET_BY_SWEEP.keys():
-            raise ConfigError(f"{path}: {key}: {_SET_BY_SWEEP[key]}: remove it")
+            raise ConfigError(f"{path}: {key} can't be set, because {_SET_BY_SWEEP[key]}; remove the key")
         cell = cells[name] = Cell(name, settings, folder / name, [file.sweep.base])
         values = {"job.dump_folder": str(cell.folder), "metrics.enable_jsonl": True} | settings
         cell.arguments += [f"--{key}={_word(value)}" for key, value in values.items()]

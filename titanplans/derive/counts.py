@@ -170,7 +170,7 @@ def find_counts(split: SlicedRegion, ranks: int = 2) -> Counts:
     """Return the fewest attributes that have to be divided for `ranks` ranks.
 
     Raises:
-        NotDerived: no attributes that the code reads make the sum right.
+        NotDerived: with no choice of attributes do the ranks' outputs sum to the output of the unsplit module.
     """
     region, sizes, parts = split.findings.region, _sizes(split), _sums_of_sections(split)
     expected = region.run().detach()
@@ -213,7 +213,10 @@ def find_counts(split: SlicedRegion, ranks: int = 2) -> Counts:
             if runs < _MOST_RUNS and is_right(names):
                 return chosen(names)
     listed = ", ".join(f"{name} = {value}" for name, value in candidates.items()) or "none"
-    raise NotDerived(f"no counts that its code reads ({listed}) make the sum over the ranks right: {reason}")
+    raise NotDerived(
+        f"no choice of its integer attributes ({listed}), divided by the number of ranks, lets the ranks' outputs sum to "
+        f"the output of the unsplit module: {reason}"
+    )
 
 
 def find_shared_counts(split: SlicedRegion, counts: Counts, heads: int) -> dict[str, int]:
@@ -222,7 +225,7 @@ def find_shared_counts(split: SlicedRegion, counts: Counts, heads: int) -> dict[
     They are those with which the sum is right for twice as many ranks as heads, of which two share each head.
 
     Raises:
-        NotDerived: no such choice makes the sum right.
+        NotDerived: with no such choice do the ranks' outputs sum to the output of the unsplit module.
     """
     region, ranks = split.findings.region, 2 * heads
     if split.units % ranks:
@@ -240,7 +243,8 @@ def find_shared_counts(split: SlicedRegion, counts: Counts, heads: int) -> dict[
             if total.shape == expected.shape and _difference(total, expected) < _TOLERANCE:
                 return dict(shared.shared)
     raise NotDerived(
-        f"no counts make the sum right for {ranks} ranks, of which two share each of {heads} heads"
+        f"no choice of its integer attributes lets the outputs of {ranks} ranks, of which two share each of {heads} heads, "
+        "sum to the output of the unsplit module"
     )
 
 

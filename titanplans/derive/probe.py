@@ -144,7 +144,8 @@ def _probe(region: RecordedRegion, inner_sums: tuple[str, ...]) -> Findings:
     outputs, summands = _outputs_and_summands(region, candidates)
     if not outputs:
         raise NotDerived(
-            "no row of a weight alone makes one feature of the output, for example because a norm follows the projection"
+            "its output is not that of a projection: each feature depends on several rows of a weight, for example "
+            "because a norm follows the projection"
         )
     findings = Findings(region, outputs, summands, inner_sums, _norms(module, calls), calls, leaves)
     with _zeroed(region, [*outputs, *summands]):

@@ -133,8 +133,8 @@ def _nothing_split(split: ModelSplit) -> str:
     ]
     return (
         f"no plan is derived for {type(split.model).__name__}: "
-        f"{'; '.join(reasons) or 'no module of its blocks takes the hidden states and returns as many'}; write one by hand "
-        "(docs/plans.md)"
+        f"{'; '.join(reasons) or 'no module of its blocks maps hidden states to hidden states of the same shape'}; "
+        "write one by hand (docs/plans.md)"
     )
 
 

@@ -87,7 +87,8 @@ def default_config(model_type: str) -> PretrainedConfig:
         return CONFIG_MAPPING[model_type]()
     except (StrictDataclassError, ValueError, TypeError) as error:
         raise ModelError(
-            f"the defaults of {CONFIG_MAPPING[model_type].__name__} are no config: {_in_one_line(error)}; name a config.json"
+            f"{CONFIG_MAPPING[model_type].__name__} can't be made without arguments: {_in_one_line(error)}; name a "
+            "config.json"
         ) from error
 
 
@@ -113,7 +114,10 @@ def _that_runs(config: PretrainedConfig, *, second: bool) -> tuple[PretrainedCon
             small = type(config).from_dict(config.to_dict() | fields)
             count = sum(parameter.numel() for parameter in modeling.build(small).parameters())
             if count > _MOST_PARAMETERS:
-                reason = reason or f"it has {count:,} parameters, since other fields keep their sizes"
+                reason = (
+                    reason
+                    or f"it has {count:,} parameters, because fields that titanplans does not shrink set its size"
+                )
                 continue
             model = modeling.build_real(small, dtype=torch.float32)
             with torch.no_grad():

@@ -1,4 +1,4 @@
-"""CPU replacements for decoding steps. They call the replacement for a whole sequence, or FLA's reference."""
+"""CPU replacements for decoding steps: one new token of a sequence."""
 
 from typing import Any
 

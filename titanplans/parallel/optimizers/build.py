@@ -173,7 +173,7 @@ def _split(
                 settings |= {key: value(key) for key in OF_MUON}
             else:
                 settings |= {"betas": (value("beta1"), value("beta2")), "eps": value("eps")}
-            where = ("all others" if options.groups else "all") if group is None else f'"{group.pattern}"'
+            where = ("in no group" if options.groups else "all") if group is None else f'"{group.pattern}"'
             if not decays:
                 where += ": without weight decay (vectors, biases, norms, marked _no_weight_decay)"
             groups[kind, decays, mesh] = ParameterGroup(kind, settings, where)

@@ -1,0 +1,100 @@
+"""`work_of`: what an operator costs a GPU: its multiplications and additions, the bytes that it moves, or its collective."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from titanplans.observe.operators import NAMESPACES, Collective, describe
+from titanplans.torch_private.dispatch import schema, tree_leaves
+
+_ATTENTION = "_scaled_dot_product_"
+_NO_KERNEL = frozenset(
+    (
+        "_unsafe_view",
+        "_wrap_tensor_autograd",
+        "detach",
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "lift_fresh",
+        "new_empty",
+        "new_empty_strided",
+        "set_",
+        "wait_tensor",
+    )
+)
+_LOOKUPS = frozenset(("embedding", "gather", "index", "index_select"))
+"""Operators that read as many elements of their first input as they return."""
+
+
+class Work(NamedTuple):
+    """What one operator costs."""
+
+    operator: str
+    flops: int
+    """Multiplications and additions of matrix products and of attention; 0 for all other operators."""
+    bytes: int
+    """Bytes that are read from and written to memory, if nothing stays in a cache."""
+    dtype: torch.dtype | None
+    """The data type of a product's inputs."""
+    collective: Collective | None = None
+
+    @property
+    def is_attention(self) -> bool:
+        """Whether the operator is fused attention."""
+        return _ATTENTION in self.operator
+
+
+def work_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Work | None:
+    """Return the cost of a call of an operator with real or fake tensors; None if it launches no kernel."""
+    declared = schema(func)
+    if declared is None:
+        return None
+    namespace, _, name = declared.name.partition("::")
+    if name in _NO_KERNEL or namespace == "prim" or getattr(func, "is_view", False):
+        return None
+    if namespace in NAMESPACES and (collective := describe(func, args, kwargs, result)) is not None:
+        return Work(declared.name, 0, 0, None, collective) if collective.ranks > 1 else None
+    named = dict(zip((argument.name for argument in declared.arguments), args, strict=False)) | dict(kwargs)
+    inputs = [x for x in tree_leaves(named) if isinstance(x, torch.Tensor)]
+    outputs = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+    written = [
+        x
+        for argument in declared.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for x in tree_leaves(named.get(argument.name))
+        if isinstance(x, torch.Tensor)
+    ]
+    results = sum(_bytes(x) for x in (written or outputs))
+    moved = results + (results if name in _LOOKUPS else sum(_bytes(x) for x in inputs))
+    if not moved:
+        return None
+    dtype = next((x.dtype for x in inputs if x.is_floating_point()), None)
+    return Work(declared.name, _flops(func, name, args, kwargs, named, result), moved, dtype)
+
+
+def _flops(
+    func: Any,
+    name: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    named: Mapping[str, Any],
+    result: Any,
+) -> int:
+    if name.startswith(_ATTENTION):
+        q, k, v = (named[argument] for argument in ("query", "key", "value"))
+        pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+        if named.get("is_causal"):
+            pairs //= 2
+        forward = 2 * pairs * (q.shape[3] + v.shape[3])
+        # Dao et al. 2022, "FlashAttention": the backward has five products of this size, and the forward two.
+        return forward * 5 // 2 if "backward" in name else forward
+    count = flop_registry.get(getattr(func, "overloadpacket", None))
+    return 0 if count is None else int(count(*args, **kwargs, out_val=result))
+
+
+def _bytes(x: torch.Tensor) -> int:
+    # An expanded tensor has more elements than its storage.
+    return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
