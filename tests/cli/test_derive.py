@@ -71,7 +71,7 @@ def test_a_plan_is_not_kept_for_a_model_of_another_structure_than_the_small_one(
     [
         (["exaone9"], "derive exaone9: no such model type; did you mean exaone?"),
         (["nowhere/config.json"], "nowhere/config.json"),
-        (["blt"], "no small BltConfig runs: it has 192,557,184 parameters, since"),
+        (["blt"], "no small BltConfig runs: it has 192,557,184 parameters, because"),
         (
             ["gemma4_assistant"],
             "can't be made without arguments: ValueError: hidden_size_per_layer_input must be 0, got 256",
