@@ -1,75 +1,244 @@
-"""Compare the memory that `titanplans estimate` forecasts with published runs: the reserved memory of a rank.
+"""Compare `titanplans estimate` with published runs, and fit the efficiencies of products and attention of hardware.toml.
 
-python benchmarks/estimate.py
+python benchmarks/estimate.py > docs/published_runs.md     # 15 minutes on two cores
 
-The runs are those of torchtitan's benchmarks/llama3_h100_202412_torchtitan.md (commit b5bcd76) that are not compiled. It
-states the memory as `max_reserved`, in GiB.
+The runs and their sources are in published_runs.tsv. The efficiencies are fitted on every second run of LLM Foundry, and
+judged on the others.
 """
 
+import csv
+import statistics
 import tempfile
-import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
+from itertools import chain, product
+from multiprocessing import get_context
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from titanplans.config import load_job
 from titanplans.quiet import silence
 
-HEAD = """| run | published | forecast | error | expandable segments | CPU seconds |
-|---|--:|--:|--:|--:|--:|"""
+RUNS = Path(__file__).with_name("published_runs.tsv")
+GPUS = {"h100_80gb": "H100", "a100_80gb": "A100", "a100_40gb": "A100-40GB", "A100-80GB": "A100"}
+GPUS |= {"H100-96GB-500W-2.4TB/s": "H100", "H100-96GB-500W": "H100", "H200": "H200"}
+CHANGED = {"H100-96GB-500W-2.4TB/s": {"memory_gb_s": 2400.0, "memory_gib": 94.0}}
+"""What the source says of a GPU that differs from hardware.toml."""
+FITTED_WITH = "mosaicml/llm-foundry"
+MPT = {"125m": (768, 12, 12), "350m": (1024, 16, 24), "760m": (1536, 12, 24), "1b": (2048, 16, 24)}
+MPT |= {"3b": (2560, 20, 32), "7b": (4096, 32, 32), "13b": (5120, 40, 40), "30b": (7168, 56, 48)}
+MPT |= {"70b": (8192, 64, 80)}
+"""Hidden size, heads and blocks."""
+RECOMPUTATION = {"no": "none", "full": "full", "selective op": "selective", "selective layer": "selective"}
 JOB = """
 [model]
 name = "llama"
-flavor = "{flavor}"
 [training]
 local_batch_size = {batch}
-seq_len = 8192
+seq_len = {seq_len}
+gradient_accumulation_steps = {batches}
+dtype = "{dtype}"
 [optimizer]
 implementation = "foreach"
 [loss]
 fused = false
 [activation_checkpoint]
-mode = "selective"
-selective_ac_option = "op"
+mode = "{recomputation}"
+selective_ac_option = "{option}"
+[parallelism]
+tensor_parallel_degree = {tp}
+fsdp_reshard_after_forward = "{reshard}"
 """
 
 
-class Run(NamedTuple):
-    """A published run."""
+class Result(NamedTuple):
+    """A published run and its forecast."""
 
-    title: str
-    gpus: int
-    published: float
-    """Reserved memory in GiB."""
-    flavor: str
-    batch: int
+    run: dict[str, str]
+    tokens_per_second: float
+    seconds: float
+    parts: dict[str, float]
+    reserved: int
+    expandable: int
+
+    @property
+    def error(self) -> float:
+        """The forecast's relative error of tokens per second."""
+        return self.tokens_per_second / float(self.run["tokens_s_gpu"]) - 1
 
 
-RUNS = [
-    Run("8B, FSDP 8, eager", 8, 82.4, "3.1-8B", 2),
-    Run("8B, FSDP 128, eager", 128, 67.0, "3.1-8B", 2),
-]
+def is_comparable(run: dict[str, str]) -> bool:
+    """Whether titanplans can forecast a run: compile and float8 are not modelled."""
+    return run["compile"] == run["float8"] == "0"
+
+
+def result_of(run: dict[str, str]) -> Result:
+    from titanplans import kernels
+    from titanplans.config import load_job
+    from titanplans.foresight.forecast import forecast_of
+
+    kernels.install("cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "job.toml")
+        file.write_text(
+            JOB.format(
+                batch=run["local_batch"],
+                seq_len=run["seq"],
+                batches=run["accum"],
+                dtype="bfloat16" if run["precision"] == "bf16 PURE" else "float32",
+                recomputation=RECOMPUTATION[run["ac"]],
+                option="2" if run["ac"] == "selective layer" else "op",
+                tp=run["tp"],
+                reshard="never" if "SHARD_GRAD_OP" in run["note"] else "always",
+            )
+        )
+        job = load_job([str(file)])
+    result = forecast_of(job, config_of(run), int(run["gpus"]), gpu_of(run["gpu"]))
+    (rank,) = result.ranks
+    reserved, expandable = rank.memory.standard.reserved, rank.memory.expandable.reserved
+    return Result(run, result.tokens_per_second, result.seconds, rank.time.parts, reserved, expandable)
+
+
+@cache
+def gpu_of(name: str) -> Any:
+    from titanplans.foresight.hardware import find_gpu
+
+    return find_gpu(GPUS[name]).replace(**CHANGED.get(name, {}))
+
+
+def config_of(run: dict[str, str]) -> Any:
+    from transformers import GPT2Config
+
+    from titanplans.modeling import load_config
+
+    family, _, size = run["model"].partition("-")
+    if family != "mpt":
+        return load_config("llama", f"3.1-{size}")
+    hidden, heads, blocks = MPT[size]
+    # MPT itself computes its attention in plain operators in transformers; GPT-2 has the same blocks.
+    sizes = {"n_embd": hidden, "n_head": heads, "n_layer": blocks, "n_positions": int(run["seq"])}
+    no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return GPT2Config(vocab_size=50368, activation_function="gelu", use_cache=False, **sizes, **no_dropout)
+
+
+class Efficiencies(NamedTuple):
+    """Of the GPU's peak, what matrix products and attention reach."""
+
+    products: float
+    attention: float
+
+
+def refit(result: Result, to: Efficiencies) -> float:
+    """Return the relative error of a forecast with other efficiencies than hardware.toml's."""
+    from titanplans.foresight.time import ATTENTION, PRODUCTS
+
+    gpu, parts = gpu_of(result.run["gpu"]), result.parts
+    seconds = result.seconds
+    seconds += parts[PRODUCTS] * (gpu.product_efficiency / to.products - 1)
+    seconds += parts[ATTENTION] * (gpu.attention_efficiency / to.attention - 1)
+    return (1 + result.error) * result.seconds / seconds - 1
+
+
+def fit(results: Sequence[Result]) -> Efficiencies:
+    """Return the efficiencies with the smallest mean of absolute errors."""
+    found, step = Efficiencies(0.7, 0.3), 0.1
+    while step > 0.004:
+        near = [
+            Efficiencies(found.products + a * step, found.attention + b * step)
+            for a, b in product((-1, 0, 1), repeat=2)
+        ]
+        near = [each for each in near if min(each) > 0.05 and max(each) < 1]
+        best = min(near, key=lambda each: sum(abs(refit(result, each)) for result in results))
+        if best == found:
+            step /= 2
+        found = best
+    return found
+
+
+def summary(errors: Iterable[float]) -> str:
+    absolute = [abs(error) for error in errors]
+    return f"{len(absolute)} | {statistics.median(absolute):.1%} | {max(absolute):.1%}"
+
+
+def title(run: dict[str, str]) -> str:
+    return (
+        f"{run['model']} | {run['gpus']} {run['gpu']} | {run['local_batch']} x {int(run['seq']):,} | {run['accum']} | "
+        f"{run['ac']} | {run['precision']}"
+    )
 
 
 def main() -> None:
-    from titanplans import kernels
-    from titanplans.foresight.memory import forecast_memory
-
-    kernels.install("cpu")
-    print(HEAD)
-    for run in RUNS:
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder, "job.toml")
-            file.write_text(JOB.format(**run._asdict()))
-            began = time.process_time()
-            (forecast,) = forecast_memory(load_job([str(file)]), run.gpus)
-        seconds = time.process_time() - began
-        standard, expandable = (each.reserved / 2**30 for each in (forecast.standard, forecast.expandable))
+    with RUNS.open() as file:
+        runs = [run for run in csv.DictReader(file, delimiter="\t")]
+    comparable = [run for run in runs if is_comparable(run)]
+    with ProcessPoolExecutor(2, get_context("spawn"), silence) as pool:
+        results = list(pool.map(result_of, comparable))
+    print(HEAD.format(runs=len(runs), comparable=len(comparable)))
+    print("\n## Time, in summary\n\n| | runs | median error | worst |\n|---|--:|--:|--:|")
+    fitted = [each for each in results if each.run["source"].startswith(FITTED_WITH)]
+    rest = [each for each in results if not each.run["source"].startswith(FITTED_WITH)]
+    lines = []
+    for kind in ("H100", "A100"):
+        own = [each for each in fitted if GPUS[each.run["gpu"]].startswith(kind)]
+        odd, even = own[::2], own[1::2]
         print(
-            f"| {run.title} | {run.published:.1f} | {standard:.1f} | {standard / run.published - 1:+.1%} | "
-            f"{expandable:.1f} | {seconds:.0f} |",
-            flush=True,
+            f"| {kind}: runs of LLM Foundry that the efficiencies were not fitted on | {summary(e.error for e in even)} |"
         )
+        sizes = Counter(each.run["model"] for each in own)
+        left_out = {
+            size: [
+                refit(each, fit([e for e in own if e.run["model"] != size]))
+                for each in own
+                if each.run["model"] == size
+            ]
+            for size in sizes
+        }
+        lines += [f"| {kind} | {size} | {summary(errors)} |" for size, errors in left_out.items()]
+        lines.append(f"| {kind} | all of these | {summary(chain(*left_out.values()))} |")
+        best = fit(odd)
+        lines.append(
+            f"| {kind} | fitted on every second run: products {best.products:.3f}, attention {best.attention:.3f} | | | |"
+        )
+    print(f"| torchtitan's runs without compile | {summary(each.error for each in rest)} |")
+    print("\nWith one size of model left out of the fit, and judged on it alone:\n")
+    print("| | size | runs | median error | worst |\n|---|---|--:|--:|--:|", *lines, sep="\n")
+    print(f"\n## Memory, row by row\n\n{COLUMNS} published GiB | forecast | error | expandable segments |")
+    print(f"{RULE}--:|--:|--:|--:|")
+    for each in results:
+        if each.run["mem_gib"]:
+            published, reserved = float(each.run["mem_gib"]), each.reserved / 2**30
+            print(
+                f"| {title(each.run)} | {published} | {reserved:.1f} | {reserved / published - 1:+.1%} | "
+                f"{each.expandable / 2**30:.1f} |"
+            )
+    print(f"\n## Time, row by row\n\n{COLUMNS} published tokens/s | forecast | error |\n{RULE}--:|--:|--:|")
+    for each in results:
+        published, forecast = float(each.run["tokens_s_gpu"]), each.tokens_per_second
+        print(f"| {title(each.run)} | {published:,.0f} | {forecast:,.0f} | {each.error:+.1%} |")
 
+
+COLUMNS = "| model | GPUs | batch | batches | recomputation | precision |"
+RULE = "|---|---|---|--:|---|---|"
+HEAD = """# Forecasts and published runs
+
+`benchmarks/estimate.py` wrote this page. Of {runs} published runs (benchmarks/published_runs.tsv, with their sources), the
+{comparable} without compile and float8, which are not modelled, are compared: those of LLM Foundry and of torchtitan.
+
+What had to be assumed:
+
+- LLM Foundry: its MPT is computed as a GPT-2 of the same sizes with its vocabulary of 50,368, and FSDP1 as FSDP2.
+  `amp_bf16` is computed as float32 shards with parameters in bfloat16, `PURE` as bfloat16 alone. AdamW and clipping are
+  titanplans'.
+- The GPUs have the peaks and links of [hardware.toml](../titanplans/foresight/hardware.toml). Of torchtitan's H100, the
+  source says that its memory has 2.4 TB/s; that its power is limited to 500 W is not modelled.
+- The efficiencies of matrix products and of attention in hardware.toml are those fitted here, one pair for H100 and one for
+  A100. The bandwidth of memory is 85 % of the data sheet's: these runs do not tell it from the rest.
+- Two rows contradict their neighbours: MPT 1B on 32 A100-40GB (15,555 tokens/s; 19,085 on 16 and 19,001 on 64), and MPT 760M
+  with sequences of 512 on A100-80GB, slower than with 2,048 (all other sizes are faster). They count like the others.
+- Whether torchtitan's runs had expandable segments is not published.
+
+Nothing is published for linear attention, mixtures, context parallelism or pipelines."""
 
 if __name__ == "__main__":
     silence()

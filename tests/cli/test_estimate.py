@@ -20,11 +20,10 @@ mode = "none"
 """
 GPU = """
 [tiny]
+like = "H100"
 memory_gib = 1
 outside_gib = 0.99
 gpus_per_node = 2
-processors = 100
-shared_memory = 100000
 """
 
 

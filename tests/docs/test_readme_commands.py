@@ -55,6 +55,7 @@ COMMANDS = {
         2,
         'model.hf_assets_path = "fla-hub/gla-1.3B-100B": the Hub can\'t be reached',
     ),
+    "fit configs/gla_340M.toml --gpus 8xH100": (("--count=1",), 0, "s a step"),
     "train configs/gla_340M.toml": (("--print-config",), 0, 'flavor = "340M"'),
     "train configs/gla_340M.toml --training.steps 20 --checkpoint.no-enable": (
         ("--print-config",),

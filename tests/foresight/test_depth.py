@@ -56,16 +56,21 @@ def test_the_forecast_is_that_of_all_blocks(tmp_path, name, layers, ranks, optio
         rehearsals.job(tmp_path, *options),
         zoo.config(name, options=False, num_hidden_layers=layers),
     )
-    forecasts = rehearsals.forecasts(job, config, ranks)
-    everything = rehearsals.forecasts(job, config, ranks, every_block=True)
-    for forecast, full in zip(forecasts, everything, strict=True):
+    forecast = rehearsals.forecast(job, config, ranks)
+    everything = rehearsals.forecast(job, config, ranks, every_block=True)
+    assert forecast.seconds == pytest.approx(everything.seconds, rel=0.02)
+    assert forecast.idle == pytest.approx(everything.idle, abs=0.02)
+    for rank, full_rank in zip(forecast.ranks, everything.ranks, strict=True):
+        # Collectives of scalars are not repeated: those of the loss that balances experts.
+        assert rank.time.parts == pytest.approx(full_rank.time.parts, rel=0.02, abs=1.5e-5)
+        memory, full = rank.memory, full_rank.memory
         # Scalars are not repeated: norms of gradients, and the load of experts.
-        assert forecast.parts == pytest.approx(full.parts, abs=4096)
-        assert forecast.when == full.when
+        assert memory.parts == pytest.approx(full.parts, abs=4096)
+        assert memory.when == full.when
         peaks, full_peaks = (
             {segment: size for segment, size in each.timeline if segment.kind != "schedule"}
-            for each in (forecast, full)
+            for each in (memory, full)
         )
         assert peaks == pytest.approx(full_peaks, abs=4096)
-        assert forecast.standard.reserved == full.standard.reserved
-        assert forecast.expandable.reserved == full.expandable.reserved
+        assert memory.standard.reserved == full.standard.reserved
+        assert memory.expandable.reserved == full.expandable.reserved

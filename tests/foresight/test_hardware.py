@@ -11,6 +11,15 @@ TABLE = {
     "gpus_per_node": 4,
     "processors": 100,
     "shared_memory": 100_000,
+    "bfloat16_tflops": 100,
+    "float8_tflops": 200,
+    "float32_tflops": 10,
+    "memory_gb_s": 1000,
+    "link_gb_s": 100,
+    "network_gb_s": 10,
+    "product_efficiency": 0.7,
+    "attention_efficiency": 0.3,
+    "host_us": 5,
 }
 
 
@@ -31,12 +40,20 @@ def test_a_gpu_of_a_users_file(tmp_path):
     assert find_gpu("H100", write(tmp_path)) == find_gpu("H100")
 
 
+def test_a_gpu_that_is_like_another(tmp_path):
+    file = tmp_path / "own.toml"
+    file.write_text('[cluster]\nlike = "H100"\nnetwork_gb_s = 100')
+    gpu, like = find_gpu("cluster", file), find_gpu("H100")
+    assert (gpu.network_gb_s, gpu.memory_gb_s) == (100, like.memory_gb_s)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"memory_gib": '"24"'}, r"own.toml, \[mine\]: memory_gib = "),
         ({"memory_gb": 24}, "memory_gb = 24: no such option; did you mean memory_gib"),
         ({"processors": None}, r"own.toml, \[mine\]: processors is missing"),
+        ({"like": '"H1000"'}, r"own.toml, \[mine\]: like = \"H1000\": no such GPU; did you mean H100"),
     ],
 )
 def test_what_is_refused(tmp_path, changes, message):

@@ -9,7 +9,10 @@ from tests import zoo
 from tests.support import rehearsals
 from titanplans import modeling
 from titanplans.errors import UserError
-from titanplans.foresight.memory import ACTIVATIONS, GATHERED, BlocksDiffer, assumptions, forecast_memory
+from titanplans.foresight.forecast import assumptions
+from titanplans.foresight.forecast import forecast as forecast_job
+from titanplans.foresight.hardware import find_gpu
+from titanplans.foresight.memory import ACTIVATIONS, GATHERED, BlocksDiffer
 from titanplans.foresight.rehearsal import OPTIMIZER, WEIGHTS
 
 LLAMA = {
@@ -150,7 +153,7 @@ def test_blocks_that_look_alike_and_differ(tmp_path, monkeypatch):
 
     monkeypatch.setattr(modeling, "build", build_growing)
     monkeypatch.setattr("titanplans.training.job.resolve.hf_config", lambda job: config)
-    (result,) = forecast_memory(job, 2)
+    result = forecast_job(job, 2, find_gpu("H100")).ranks[0].memory
     (full,) = rehearsals.forecasts(job, config, 2, every_block=True)
     assert result.parts == full.parts
     with pytest.raises(BlocksDiffer):

@@ -6,9 +6,9 @@ from transformers import PretrainedConfig
 
 from titanplans import kernels
 from titanplans.config import JobConfig, load_job
-from titanplans.foresight.memory import MemoryForecast, forecast_of, shortened
-from titanplans.foresight.pipeline import Crossing
-from titanplans.foresight.rehearsal import rehearse
+from titanplans.foresight.forecast import Forecast, forecast_of
+from titanplans.foresight.hardware import find_gpu
+from titanplans.foresight.memory import MemoryForecast
 
 _TOML = """
 [training]
@@ -29,16 +29,19 @@ def job(folder: Path, *options: str) -> JobConfig:
 def forecasts(
     job: JobConfig, config: PretrainedConfig, ranks: int, *, every_block: bool = False
 ) -> list[MemoryForecast]:
-    """Return the forecast of the first rank of each pipeline stage.
+    """Return the memory of the first rank of the first, a middle and the last pipeline stage.
 
     `every_block`: rehearse all blocks, and let none stand for others.
     """
+    return [rank.memory for rank in forecast(job, config, ranks, every_block=every_block).ranks]
+
+
+def forecast(job: JobConfig, config: PretrainedConfig, ranks: int, *, every_block: bool = False) -> Forecast:
+    """Return the forecast of a job on GPUs of titanplans; `every_block` as in `forecasts`."""
+    install()
+    return forecast_of(job, config, ranks, find_gpu("H100"), every_block=every_block)
+
+
+def install() -> None:
+    """Replace the kernels that a CPU lacks."""
     kernels.install("cpu")
-    stages, crossing = job.parallelism.pipeline_parallel_degree, Crossing()
-    short_job, depth = shortened(job, config, every_block=every_block)
-    return [
-        forecast_of(
-            rehearse(short_job, config, ranks, stage * ranks // stages, depth.removed, crossing), depth, stage
-        )
-        for stage in range(stages)
-    ]

@@ -1,4 +1,4 @@
-"""`titanplans estimate JOB`: print the memory that a rank of a job needs on a GPU, without a GPU."""
+"""`titanplans estimate JOB`: print the memory and the time of a job's step on GPUs, without a GPU."""
 
 import argparse
 import json
@@ -6,7 +6,6 @@ import math
 import os
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +14,9 @@ from titanplans.config.values import PositiveInt, from_text
 from titanplans.text import columns, counted
 
 if TYPE_CHECKING:
-    from titanplans.foresight.hardware import Gpu
+    from titanplans.foresight.forecast import Forecast
     from titanplans.foresight.memory import MemoryForecast
+    from titanplans.observe.storages import Segment
 
 _SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -26,8 +26,9 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="titanplans estimate",
         usage="titanplans estimate JOB.toml [--gpu H100] [--nodes N] [--section.key value ...]",
-        description="Run two steps of a job on tensors without memory, and print what a rank of it needs on a GPU: by part, "
-        "when in the step, and what CUDA's caching allocator makes of it. Needs no GPU, data or weights.",
+        description="Run two steps of a job on tensors without memory. Print the memory that a rank of it needs on a GPU, "
+        "by part and when in the step, what CUDA's caching allocator makes of it, and the time of a step, by part. Needs no "
+        "GPU, data or weights.",
         epilog="exit status: 0 the job fits, 1 it needs more memory than the GPU has, 2 it can't be estimated",
         allow_abbrev=False,
     )
@@ -51,7 +52,7 @@ def main(argv: list[str]) -> int:
     options, job_arguments = parser().parse_known_args(argv)
     job = load_job(job_arguments, "estimate")
     from titanplans.foresight.hardware import find_gpu
-    from titanplans.foresight.processes import forecast_apart
+    from titanplans.foresight.processes import forecast_in_process, rehearsing
     from titanplans.training.job.resolve import data_parallel_degree, fewest_processes
 
     gpu = find_gpu(options.gpu, options.hardware)
@@ -64,36 +65,36 @@ def main(argv: list[str]) -> int:
         world_size = fewest_processes(job)
     data_parallel_degree(job, world_size)  # refuses degrees that don't multiply to it
     began = time.monotonic()
-    forecasts, assumptions = forecast_apart(job, world_size, gpu)
-    expandable = _has_expandable_segments()
-    on_gpu = [each.expandable_on_gpu if expandable else each.standard_on_gpu for each in forecasts]
-    fits = not any(each.is_out_of_memory for each in on_gpu)
-    retries = max(each.retries for each in on_gpu)
+    with rehearsing(gpu) as pool:
+        forecast, assumptions = pool.submit(forecast_in_process, job, world_size, gpu).result()
+    expandable = has_expandable_segments()
+    retries = forecast.retries(expandable)
+    fits = retries is not None
     if options.json:
-        print(json.dumps(_as_json(forecasts, assumptions, gpu, world_size, expandable, fits), indent=2))
+        print(json.dumps(_as_json(forecast, assumptions, expandable), indent=2))
     else:
         t = job.training
         print(
             f"{counted(world_size, 'GPU')} ({gpu.name}), {t.local_batch_size} x {t.seq_len:,} tokens a data-parallel rank"
         )
-        for forecast in forecasts:
-            title = f"memory of stage {forecast.stage}" if len(forecasts) > 1 else "memory of a rank"
-            print("\n".join(_lines(forecast, title, expandable)))
-        needed = max((each.expandable if expandable else each.standard).reserved for each in forecasts)
+        for rank in forecast.ranks:
+            of = f"stage {rank.stage}" if len(forecast.ranks) > 1 else "a rank"
+            print("\n".join(_lines(rank.memory, f"memory of {of}", expandable)))
+        needed = forecast.reserved(expandable)
         limit = f"{gpu.memory_gib:.1f} - {gpu.outside_gib:.1f} for CUDA and NCCL"
-        if fits and retries:
+        if retries:
             print(
-                f"fits, barely: the allocator would reserve {_gib(needed)} GiB of {limit}; it returns unused memory to the "
+                f"fits, barely: the allocator would reserve {gib(needed)} GiB of {limit}; it returns unused memory to the "
                 f"GPU {counted(retries, 'time')} in two steps, which is slow"
             )
         else:
-            print(f"{'fits' if fits else 'does not fit'}: {_gib(needed)} GiB of {limit}")
-        print("\n".join(assumptions))
+            print(f"{'fits' if fits else 'does not fit'}: {gib(needed)} GiB of {limit}")
+        print("\n".join([*_lines_of_time(forecast), *assumptions]))
         print(f"{time.monotonic() - began:.0f} s", file=sys.stderr)
     return 0 if fits else 1
 
 
-def _has_expandable_segments() -> bool:
+def has_expandable_segments() -> bool:
     """Whether torch's allocator would use expandable segments, by the environment."""
     return any("expandable_segments:true" in os.environ.get(name, "").lower() for name in _SETTINGS)
 
@@ -102,44 +103,71 @@ def _lines(forecast: "MemoryForecast", title: str, expandable: bool) -> list[str
     from titanplans.foresight.memory import PARTS
 
     rows = [(title, "GiB", "")]
-    rows += [(part, _gib(size), PARTS[part]) for part, size in forecast.parts.items() if size >= 2**20]
-    rows.append(("sum", _gib(forecast.live), f"peak in {forecast.when_text}"))
-    standard, other = _gib(forecast.standard.reserved), _gib(forecast.expandable.reserved)
+    rows += [(part, gib(size), PARTS[part]) for part, size in forecast.parts.items() if size >= 2**20]
+    rows.append(("sum", gib(forecast.live), f"peak in {forecast.when_text}"))
+    standard, other = gib(forecast.standard.reserved), gib(forecast.expandable.reserved)
     rows.append(("reserved", standard, "by torch's allocator" + ("" if expandable else ", which decides")))
     decides = ", which decides (PYTORCH_ALLOC_CONF)" if expandable else ""
     rows.append(("", other, f"with expandable_segments:True{decides}"))
     return columns(rows, right={1})
 
 
-def _gib(size: int) -> str:
+def _lines_of_time(forecast: "Forecast") -> list[str]:
+    from titanplans.foresight.time import FOR_FSDP, IDLE, PARTS
+
+    lines = []
+    for rank in forecast.ranks:
+        of = f"of stage {rank.stage}" if len(forecast.ranks) > 1 else ""
+        rows = [(f"time of a step {of}".rstrip(), "ms", "")]
+        idle = {IDLE: forecast.seconds - rank.time.seconds} if forecast.idle else {}
+        collectives = {part: "between GPUs, in line" for part in rank.time.parts if part not in PARTS}
+        for part, meaning in (PARTS | collectives | {IDLE: PARTS[IDLE]}).items():
+            seconds = (rank.time.parts | idle).get(part, 0.0)
+            note = f"; FSDP's collectives take {rank.time.fsdp * 1e3:,.0f} ms" if part == FOR_FSDP else ""
+            if seconds >= 5e-4:
+                rows.append((part, f"{seconds * 1e3:,.0f}", meaning + note))
+        lines += columns([*rows, ("sum", f"{forecast.seconds * 1e3:,.0f}", "")], right={1})
+    idle = f", {forecast.idle:.0%} of it idle in the pipeline" if forecast.idle else ""
+    lines.append(
+        f"{forecast.seconds:.2f} s a step{idle}: {forecast.tokens_per_second:,.0f} tokens/s a GPU, "
+        f"{forecast.mfu:.0%} MFU"
+    )
+    return lines
+
+
+def gib(size: int) -> str:
+    """Return a number of bytes in GiB, with two digits."""
     return f"{size / 2**30:.2f}"
 
 
-def _as_json(
-    forecasts: "list[MemoryForecast]",
-    assumptions: list[str],
-    gpu: "Gpu",
-    world_size: int,
-    expandable: bool,
-    fits: bool,
-) -> dict[str, Any]:
+def _as_json(forecast: "Forecast", assumptions: list[str], expandable: bool) -> dict[str, Any]:
     stages = [
         {
-            "stage": forecast.stage,
-            "parts": forecast.parts,
-            "allocated": forecast.live,
-            "reserved": forecast.standard.reserved,
-            "reserved_expandable": forecast.expandable.reserved,
-            "peak": asdict(forecast.when),
-            "timeline": [{**asdict(segment), "bytes": size} for segment, size in forecast.timeline],
+            "stage": rank.stage,
+            "parts": rank.memory.parts,
+            "allocated": rank.memory.live,
+            "reserved": rank.memory.standard.reserved,
+            "reserved_expandable": rank.memory.expandable.reserved,
+            "peak": _segment(rank.memory.when),
+            "timeline": [{**_segment(segment), "bytes": size} for segment, size in rank.memory.timeline],
+            "seconds": rank.time.parts,
+            "seconds_of_fsdp": rank.time.fsdp,
         }
-        for forecast in forecasts
+        for rank in forecast.ranks
     ]
     return {
-        "fits": fits,
-        "gpu": gpu.to_dict(),
-        "gpus": world_size,
+        "fits": forecast.retries(expandable) is not None,
+        "gpu": forecast.gpu.to_dict(),
+        "gpus": forecast.gpus,
         "expandable_segments": expandable,
         "stages": stages,
+        "seconds": forecast.seconds,
+        "idle": forecast.idle,
+        "tokens_per_second_per_gpu": forecast.tokens_per_second,
+        "mfu": forecast.mfu,
         "assumptions": assumptions,
     }
+
+
+def _segment(segment: "Segment") -> dict[str, Any]:
+    return {"step": segment.step, "kind": segment.kind, "block": segment.block, "batch": segment.batch}

@@ -5,7 +5,8 @@
     titanplans verify gla                            # prove a plan, on a CPU
     titanplans verify my_plans:MyPlan --model my_models:build
     titanplans derive exaone4                        # write a plan and prove it
-    titanplans estimate configs/gla_7B.toml --gpu H100   # the memory it needs
+    titanplans estimate configs/gla_7B.toml --gpu H100   # its memory and time
+    titanplans fit configs/gla_7B.toml --gpus 64xH100    # its fastest layouts
     titanplans data configs/gla_debug.toml           # what its model will see
     titanplans list                                  # the registered plans
     titanplans list gla                              # how it is split
@@ -45,6 +46,7 @@ COMMANDS = {
     "verify": "cli.verify.main",
     "derive": "cli.derive",
     "estimate": "cli.estimate",
+    "fit": "cli.fit",
     "data": "cli.data",
     "list": "cli.verify.main",
     "async-tp": "cli.verify.main",

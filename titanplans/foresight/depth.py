@@ -6,10 +6,10 @@ stand for others, `rehearse` leaves those out, and `expand` puts their events ba
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 from torch import nn
 
@@ -92,6 +92,33 @@ class Depth:
         return place + block - other
 
 
+class _Noted(Protocol):
+    @property
+    def segment(self) -> Segment: ...
+
+
+T = TypeVar("T", bound=_Noted)
+
+
+def unrolled(items: Iterable[T], depth: Depth) -> Iterator[tuple[Segment, list[T], int]]:
+    """Yield each segment with its events or operations, in the order of the job's model.
+
+    A segment of a block that stands for others comes once for each of them, with the index of the copy.
+    """
+    grouped = [(segment, list(run)) for segment, run in groupby(items, lambda item: item.segment)]
+
+    def repeated(item: tuple[Segment, list[T]]) -> tuple[int, Segment]:
+        copies = depth.copies(item[0].block)
+        return copies, replace(item[0], block=None) if copies > 1 else item[0]
+
+    for (count, _), run in groupby(grouped, repeated):
+        stretch = list(run)
+        copies = range(count) if stretch[0][0].kind == "forward" else reversed(range(count))
+        for copy in copies:
+            for segment, of_segment in stretch:
+                yield segment, of_segment, copy
+
+
 def kinds_of(decoder: Decoder, recomputed: Collection[str]) -> list[Hashable]:
     """Return for each block, on meta, what determines the tensors of its forward and backward.
 
@@ -150,7 +177,7 @@ class _Expansion:
         """The id of each live block of memory, by segment and order."""
         self.order: dict[int, int] = {}
         """The order of each rehearsed allocation in its segment."""
-        self.owners = _owners(rehearsal)
+        self.owners = owners_of(rehearsal)
         counts: dict[Segment, int] = defaultdict(int)
         for event in self.record.events:
             if not event.is_free:
@@ -159,22 +186,8 @@ class _Expansion:
 
     def run(self) -> Expanded:
         """Emit all events."""
-        grouped = [
-            (segment, list(events)) for segment, events in groupby(self.record.events, lambda e: e.segment)
-        ]
-
-        def repeated(item: tuple[Segment, list[StorageEvent]]) -> tuple[int, Segment]:
-            copies = self.depth.copies(item[0].block)
-            return copies, replace(item[0], block=None) if copies > 1 else item[0]
-
-        for (count, _), run in groupby(grouped, repeated):
-            stretch = list(run)
-            copies = range(count) if stretch[0][0].kind == "forward" else reversed(range(count))
-            for copy in copies:
-                for segment, events in stretch:
-                    self._rest(segment, events) if segment.block is None else self._block(
-                        segment, events, copy
-                    )
+        for segment, events, copy in unrolled(self.record.events, self.depth):
+            self._rest(segment, events) if segment.block is None else self._block(segment, events, copy)
         self.result.differing = self._differing()
         self.result.leaked = sum(event.size for event in self.result.events) - self._never_freed()
         return self.result
@@ -283,18 +296,14 @@ def _key(segment: Segment, place: int | None) -> Segment:
     return segment if place is None else replace(segment, kind=f"{segment.kind} of a block", block=place)
 
 
-def _owners(rehearsal: Rehearsal) -> dict[int, int]:
+def owners_of(rehearsal: Rehearsal) -> dict[int, int]:
     """Return the block, by allocation, that allocations outside of blocks belong to."""
     block_of = {}
-    names = {name: index for index, name in enumerate(rehearsal.blocks)}
-    prefix = re.compile(
-        "|".join(f"(?:{re.escape(name)})(?=\\.)" for name in sorted(names, key=len, reverse=True))
-    )
     groups = {len(group): group for group in rehearsal.parameters}
     for index, allocation in enumerate(rehearsal.record.allocations):
         owner = allocation.owner
         if owner is None and allocation.is_fsdp and allocation.module is not None:
-            owner = f"{allocation.module}."  # a pipeline's schedule may gather the parameters of all blocks at once
+            owner = allocation.module  # a pipeline's schedule may gather the parameters of all blocks at once
         if (
             owner is None
             and allocation.phase == "update"
@@ -303,8 +312,8 @@ def _owners(rehearsal: Rehearsal) -> dict[int, int]:
         ):
             # A foreach operator of an optimizer returns a tensor for each parameter of a group.
             owner = groups[allocation.outputs][allocation.output]
-        if owner is not None and (match := prefix.match(owner)) is not None:
-            block_of[index] = names[match[0]]
+        if (block := rehearsal.block_of(owner)) is not None:
+            block_of[index] = block
     return block_of
 
 

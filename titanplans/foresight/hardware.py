@@ -3,8 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from titanplans.config.options import Options, read_toml
 from titanplans.errors import ConfigError, OptionError, did_you_mean
+from titanplans.text import show
 
 _FILE = Path(__file__).with_name("hardware.toml")
 
@@ -18,6 +21,21 @@ class Gpu(Options):
     gpus_per_node: int
     processors: int
     shared_memory: int
+    bfloat16_tflops: float
+    float8_tflops: float
+    float32_tflops: float
+    memory_gb_s: float
+    link_gb_s: float
+    network_gb_s: float
+    product_efficiency: float
+    attention_efficiency: float
+    host_us: float
+
+    def peak(self, dtype: torch.dtype) -> float:
+        """Return the multiplications and additions per second of matrix products of `dtype`, by the data sheet."""
+        if dtype.itemsize == 1:
+            return self.float8_tflops * 1e12
+        return (self.bfloat16_tflops if dtype.itemsize == 2 else self.float32_tflops) * 1e12
 
     @property
     def usable(self) -> int:
@@ -42,6 +60,10 @@ def find_gpu(name: str, file: Path | None = None) -> Gpu:
         raise ConfigError(
             f"{where}: {table!r} is not a table; write the keys of titanplans' hardware.toml under it"
         )
+    if "like" in table:
+        if (like := table["like"]) not in tables or like == name:
+            raise ConfigError(f"{where}: like = {show(like)}: no such GPU; {did_you_mean(str(like), tables)}")
+        table = {**tables[like], **{key: value for key, value in table.items() if key != "like"}}
     if missing := sorted(Gpu.model_fields.keys() - table.keys() - {"name"}):
         raise ConfigError(
             f"{where}: {', '.join(missing)} is missing; hardware.toml of titanplans describes the keys"

@@ -1,47 +1,98 @@
-"""`forecast_apart`: forecasts in a process of their own.
+"""`rehearsing`: processes in which jobs are forecast.
 
 A rehearsal starts a fake process group and replaces kernels. Some models even end the process: a kernel's host code may read
 the address of a tensor without memory.
 """
 
+import copy
 import multiprocessing
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from functools import partial
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import TYPE_CHECKING
 
-from titanplans.config import JobConfig
-from titanplans.errors import ParallelError
-from titanplans.foresight.hardware import Gpu
-from titanplans.foresight.memory import MemoryForecast
+from titanplans.config import JobConfig, strategy_of
+from titanplans.errors import ParallelError, UserError
 from titanplans.quiet import silence
 
+if TYPE_CHECKING:
+    # A new process imports this module before it is silent.
+    from titanplans.foresight.forecast import Forecast
+    from titanplans.foresight.hardware import Gpu
+    from titanplans.plan.degrees import Degrees
 
-def forecast_apart(job: JobConfig, world_size: int, gpu: Gpu) -> tuple[list[MemoryForecast], list[str]]:
-    """Return the results of `forecast_memory` and of `assumptions` for `job` on `gpu`, computed in a new process.
+
+@contextmanager
+def rehearsing(gpu: "Gpu", processes: int = 1) -> Iterator[ProcessPoolExecutor]:
+    """Return new processes for the functions of this module. FLA's kernels run in them as on `gpu`, but without launches.
 
     Raises:
-        ParallelError: the process ended without a result.
-        UserError: as `forecast_memory`.
+        ParallelError: a process ended without a result.
     """
     with ProcessPoolExecutor(
-        1, multiprocessing.get_context("spawn"), partial(silence, training=True)
+        processes, multiprocessing.get_context("spawn"), partial(_start, gpu.processors, gpu.shared_memory)
     ) as pool:
         try:
-            return pool.submit(_forecast, job, world_size, gpu).result()
+            yield pool
         except BrokenProcessPool as error:
             raise ParallelError(
-                f"{job.model.name or 'this model'} can't be estimated: its step on tensors without memory ended the "
-                "process, so one of its kernels reads values"
+                "this model can't be estimated: its step on tensors without memory ended the process, so one of its kernels "
+                "reads values"
             ) from error
 
 
-def _forecast(job: JobConfig, world_size: int, gpu: Gpu) -> tuple[list[MemoryForecast], list[str]]:
-    from titanplans.foresight.memory import assumptions, forecast_memory
+def _start(processors: int, shared_memory: int) -> None:
+    silence(training=True)
     from titanplans.kernels import without_launches
-    from titanplans.training.job.checks import import_custom
     from titanplans.training.trainer.device import prepare_device
 
     prepare_device()
-    without_launches.start(processors=gpu.processors, shared_memory=gpu.shared_memory)
+    without_launches.start(processors=processors, shared_memory=shared_memory)
+
+
+def forecast_in_process(job: JobConfig, world_size: int, gpu: "Gpu") -> "tuple[Forecast, list[str]]":
+    """Return the results of `forecast` and of `assumptions`.
+
+    Raises:
+        UserError: as `forecast`.
+    """
+    from titanplans.foresight.forecast import assumptions, forecast
+    from titanplans.training.job.checks import import_custom
+
     import_custom(job)
-    return forecast_memory(job, world_size, gpu.usable), assumptions(job)
+    return forecast(job, world_size, gpu), assumptions(job)
+
+
+def refusals_in_process(job: JobConfig, degrees: "Sequence[Degrees]") -> list[str | None]:
+    """Return for each of `degrees` why the job's plan or the number of its blocks refuses it; None: they don't."""
+    from titanplans import modeling
+    from titanplans.foresight.forecast import shortened
+    from titanplans.foresight.rehearsal import remove_blocks
+    from titanplans.parallel.parallelize import dry_run
+    from titanplans.plan.degrees import Degrees
+    from titanplans.training.job import resolve
+    from titanplans.training.job.checks import import_custom
+
+    import_custom(job)
+    config = resolve.hf_config(job)
+    _, depth = shortened(job, config)
+    model = modeling.build(config)
+    blocks = len(depth.places) + len(depth.removed)
+    remove_blocks(model, depth.removed)
+
+    @cache
+    def refusal(tp: int, cp: int, ep: int) -> str | None:
+        try:
+            dry_run(copy.deepcopy(model), strategy_of(job), Degrees(tp=tp, cp=cp, ep=ep), "cpu")
+        except UserError as error:
+            return str(error)
+        return None
+
+    return [
+        f"{blocks} blocks can't be divided into {each.pp} stages"
+        if each.pp > blocks
+        else refusal(each.tp, each.cp, each.ep)
+        for each in degrees
+    ]

@@ -6,9 +6,11 @@ states and the buffers that later steps reuse.
 """
 
 import gc
+import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import attrgetter
 from typing import Any, cast
 
@@ -20,7 +22,9 @@ from transformers import PretrainedConfig, masking_utils
 from titanplans.config import ConfigError, JobConfig
 from titanplans.errors import ParallelError
 from titanplans.foresight.pipeline import Crossing, RehearsedStage
+from titanplans.kernels import without_launches
 from titanplans.observe.storages import Segment, StorageRecord, record_storages
+from titanplans.observe.work import work_of_kernel
 from titanplans.parallel.mesh.mesh import Mesh
 from titanplans.split.decoder import AbsentModule, find_decoder
 from titanplans.split.stages.schedules import Action
@@ -41,7 +45,7 @@ from titanplans.training.trainer.model import build_on_meta, parallelize_model
 from titanplans.training.trainer.optimizer import Optimizers
 
 STEPS = 2
-_BATCHES = 3
+BATCHES = 3
 """Of the batches whose gradients are accumulated, the first and the last differ from those in between."""
 WEIGHTS, BUFFERS, GRADIENTS, OPTIMIZER = "weights", "buffers", "gradients", "optimizer states"
 
@@ -56,6 +60,16 @@ class Rehearsal:
     parameters: list[list[str]]
     """The names of the parameters of each group of each optimizer, in its order."""
 
+    def block_of(self, name: str | None) -> int | None:
+        """Return the index of the block that has the module or parameter `name`; None if no block has it."""
+        match = None if name is None else self._prefix.match(name)
+        return None if match is None else self.blocks.index(match[0])
+
+    @cached_property
+    def _prefix(self) -> re.Pattern[str]:
+        names = sorted(self.blocks, key=len, reverse=True)
+        return re.compile(rf"(?:{'|'.join(map(re.escape, names))})(?=\.|$)")
+
 
 def rehearse(
     job: JobConfig,
@@ -68,7 +82,7 @@ def rehearse(
     """Run two steps of `job` on fake tensors, without compile and async tensor parallelism.
 
     Args:
-        job: a checked job.
+        job: a checked job that `refuse_options` does not refuse.
         config: the config of its model.
         world_size: the number of ranks.
         rank: the rank that is rehearsed.
@@ -76,11 +90,9 @@ def rehearse(
         crossing: with a pipeline, shared by the rehearsals of its ranks, of which that of rank 0 is the first.
 
     Raises:
-        ConfigError: an option of the job can't be rehearsed.
         ParallelError: the step reads values of tensors.
         UserError: as `parallelize`.
     """
-    _refuse(job)
     job = job.model_copy(
         update={
             "compile": job.compile.replace(enable=False),
@@ -101,6 +113,9 @@ def rehearse(
             FakeTensorMode(allow_non_fake_inputs=True),
             _as_parallel_error(computation),
             computation.recorded() as record,
+            without_launches.reported(
+                lambda kernel, tensors: record.operate(work_of_kernel(kernel, tensors))
+            ),
         ):
             computation.run(record)
             parameters = [
@@ -123,8 +138,12 @@ def _without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _refuse(job: JobConfig) -> None:
-    """Refuse options whose memory a rehearsal does not show."""
+def refuse_options(job: JobConfig) -> None:
+    """Refuse options whose memory a rehearsal does not show.
+
+    Raises:
+        ConfigError: names the option.
+    """
     refused = {"parallelism.data_parallel_strategy": "ddp", "training.enable_cpu_offload": True}
     for option, value in refused.items():
         if attrgetter(option)(job) == value:
@@ -173,7 +192,7 @@ class _Computation(StepComputation):
         super().__init__(job, config, mesh, device)
         # Documents are joined: kernels that keep them apart read their lengths, which fake tensors lack.
         model = build_on_meta(job, config, document_keyword=None)
-        _remove_blocks(model.lm, removed)
+        remove_blocks(model.lm, removed)
         self.blocks = find_decoder(model.lm).names
         stage_class = type("Stage", (RehearsedStage,), {"crossing": crossing, "timing": self._mark})
         self.model_parts, self.pipeline = parallelize_model(
@@ -184,7 +203,7 @@ class _Computation(StepComputation):
     def _mark(self, action: Action) -> Iterator[None]:
         """Note which micro batch runs, in the context of a computation of a pipeline stage."""
         segment = self.record.segment
-        self.record.segment = Segment(segment.step, action.kind, None, action.microbatch)
+        self.record.segment = Segment(segment.step, action.kind, None, action.microbatch, action)
         yield
         self.record.segment = Segment(segment.step, "schedule", None, action.microbatch)
 
@@ -218,7 +237,8 @@ class _Computation(StepComputation):
         data_parallel = 1 if batch is None else batch.size()
         sequences = job.training.local_batch_size
         batches = resolve.global_batch_size(job, data_parallel) // (sequences * data_parallel)
-        batches = min(batches, _BATCHES)
+        # The first step only creates what later steps reuse.
+        batches = min(batches, BATCHES) if step == STEPS else 1
         valid_tokens = torch.ones((), dtype=torch.int64)
         for index in range(batches):
             record.segment = Segment(step, "begin", None, index)
@@ -241,7 +261,7 @@ class _Computation(StepComputation):
         record.segment = Segment(step, "end")
 
 
-def _remove_blocks(model: nn.Module, removed: Collection[int]) -> None:
+def remove_blocks(model: nn.Module, removed: Collection[int]) -> None:
     """Remove blocks from `model`, unsplit and on meta."""
     if removed:
         path = find_decoder(model).names[0].rpartition(".")[0]

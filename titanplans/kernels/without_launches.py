@@ -1,14 +1,22 @@
 """Run the host code of FLA's Triton kernels without launching them, for steps on fake CPU tensors.
 
     without_launches.start(processors=132, shared_memory=232448)       # in a process of its own
+    with without_launches.reported(lambda kernel, tensors: ...):
+        ...                                                            # a step
 
 FLA's functions then allocate and save the tensors that they would on a GPU. The replacements of `kernels.install` allocate
 others: for a block of GLA they keep five times as much for the backward. Nothing is computed.
 """
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from titanplans.extras import is_installed
+
+_listener: Callable[[str, Sequence[torch.Tensor]], None] | None = None
 
 
 def start(*, processors: int, shared_memory: int) -> None:
@@ -29,7 +37,7 @@ def start(*, processors: int, shared_memory: int) -> None:
     from titanplans.kernels.interpreted import fla
 
     for kind in (JITFunction, Autotuner, Heuristics):
-        kind.run = _do_nothing
+        kind.run = _report
     fla.remove_checks(
         processors=processors, shared_memory=shared_memory
     )  # before `install`, which wraps the same functions
@@ -37,5 +45,23 @@ def start(*, processors: int, shared_memory: int) -> None:
     use_interpreter()
 
 
-def _do_nothing(self: Any, *args: Any, **kwargs: Any) -> None:
+@contextmanager
+def reported(listener: Callable[[str, Sequence[torch.Tensor]], None]) -> Iterator[None]:
+    """In the body, call `listener` instead of each launch, with the kernel's name and the tensors among its arguments."""
+    global _listener
+    _listener, before = listener, _listener
+    try:
+        yield
+    finally:
+        _listener = before
+
+
+def _report(self: Any, *args: Any, **kwargs: Any) -> None:
     """Take the place of a launch."""
+    if _listener is not None:
+        kernel = self
+        while hasattr(
+            kernel, "fn"
+        ):  # an autotuner wraps heuristics, which wrap a kernel, which wraps a function
+            kernel = kernel.fn
+        _listener(kernel.__name__, [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)])

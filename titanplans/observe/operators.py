@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
-from titanplans.torch_private.dispatch import schema, tree_leaves
+from titanplans.torch_private.dispatch import named_arguments, schema, tree_leaves
 from titanplans.torch_private.distributed import resolve_process_group
 
 Phase = Literal["forward", "backward", "recomputed", "update", "log"]
@@ -132,7 +132,7 @@ def describe(func: Any, args: Any, kwargs: Any, result: Any) -> Collective | Non
     operation = operation_of(func)
     if operation is None:
         return None
-    arguments = dict(zip((a.name for a in schema(func).arguments), args, strict=False)) | kwargs
+    arguments = named_arguments(func, args, kwargs)
     group = tuple(dist.get_process_group_ranks(_group(arguments)))
     fused = is_fused(func)
     if fused:

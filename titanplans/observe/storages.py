@@ -1,15 +1,16 @@
-"""`record_storages`: the allocations and frees of a step on fake tensors, in order, with what each of them is for.
+"""`record_storages`: the allocations and frees of a step on fake tensors, in order, with what each of them is for, and the
+work of its operators.
 
     with FakeTensorMode(), record_storages(model) as record:
         ...                     # a step
-    record.events
+    record.events, record.operations
 
 It is a dispatch mode, as `recorder` is. Each storage is an allocation; it is freed when the last tensor in it is dropped, or
 when FSDP2 resizes it to nothing.
 """
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from titanplans.observe.operators import Phase
 from titanplans.observe.tracker import ModuleTracker, follow
+from titanplans.observe.work import Work, work_of
 from titanplans.torch_private.dispatch import (
     FakeTensor,
     TorchDispatchMode,
@@ -43,6 +45,8 @@ class Segment:
     """Index of the block; None if the segment is not a block's."""
     batch: int = 0
     """Index of the batch in the step (gradient accumulation), or of the micro batch of a pipeline."""
+    action: Hashable = None
+    """With a pipeline, the computation of the schedule; None: outside of its computations."""
 
 
 class StorageEvent(NamedTuple):
@@ -53,6 +57,20 @@ class StorageEvent(NamedTuple):
     """Index of the allocation."""
     segment: Segment
     """When it happens."""
+
+
+class Operation(NamedTuple):
+    """An operator that launches a kernel, or the launch of a kernel of Triton."""
+
+    work: Work
+    stream: int
+    """Index of the stream that it runs on; 0 is the default stream."""
+    segment: Segment
+    """When it runs."""
+    module: str | None
+    """The module that runs; None: none of the model's."""
+    is_fsdp: bool
+    """Issued while FSDP2 gathers parameters or reduces gradients."""
 
 
 @dataclass
@@ -86,12 +104,13 @@ class Allocation:
 
 @dataclass
 class StorageRecord:
-    """The allocations and frees of a step."""
+    """The allocations, the frees and the operators of a step."""
 
     places: ModuleTracker
     """Tells the module and the phase that run now."""
     events: list[StorageEvent] = field(default_factory=list)
     allocations: list[Allocation] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
     segment: Segment = Segment(0, "begin")
     """Noted at each event. Set by the caller."""
     live: int = 0
@@ -116,6 +135,11 @@ class StorageRecord:
             index = self._open.get(storage_id(local))
             if index is not None and (allocation := self.allocations[index]).part is None:
                 allocation.part, allocation.owner = part, owner
+
+    def operate(self, work: Work) -> None:
+        """Note an operator's work."""
+        module, _ = self.places.now()
+        self.operations.append(Operation(work, self._stream(), self.segment, module, self.places.in_unit))
 
     def allocate(self, tensor: torch.Tensor, operator: str, at: int, of: int) -> None:
         """Note the storage of an operator's output, if it is new."""
@@ -225,4 +249,6 @@ class _StorageMode(TorchDispatchMode):
             ]
             for index, output in enumerate(outputs):
                 self.record.allocate(output, str(func), index, len(outputs))
+            if (work := work_of(func, args, kwargs or {}, result)) is not None:
+                self.record.operate(work)
         return result

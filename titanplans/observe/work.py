@@ -1,14 +1,15 @@
 """`work_of`: what an operator costs a GPU: its multiplications and additions, the bytes that it moves, or its collective."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
 from titanplans.observe.operators import NAMESPACES, Collective, describe
-from titanplans.torch_private.dispatch import schema, tree_leaves
+from titanplans.torch_private.dispatch import named_arguments, schema, tree_leaves, written_tensors
 
+_TRITON = "triton::"
 _ATTENTION = "_scaled_dot_product_"
 _NO_KERNEL = frozenset(
     (
@@ -46,6 +47,11 @@ class Work(NamedTuple):
         """Whether the operator is fused attention."""
         return _ATTENTION in self.operator
 
+    @property
+    def is_triton(self) -> bool:
+        """Whether it is a kernel of Triton, of which only the bytes are known."""
+        return self.operator.startswith(_TRITON)
+
 
 def work_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Work | None:
     """Return the cost of a call of an operator with real or fake tensors; None if it launches no kernel."""
@@ -57,42 +63,39 @@ def work_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: A
         return None
     if namespace in NAMESPACES and (collective := describe(func, args, kwargs, result)) is not None:
         return Work(declared.name, 0, 0, None, collective) if collective.ranks > 1 else None
-    named = dict(zip((argument.name for argument in declared.arguments), args, strict=False)) | dict(kwargs)
-    inputs = [x for x in tree_leaves(named) if isinstance(x, torch.Tensor)]
-    outputs = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
-    written = [
-        x
-        for argument in declared.arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
-        for x in tree_leaves(named.get(argument.name))
-        if isinstance(x, torch.Tensor)
-    ]
-    results = sum(_bytes(x) for x in (written or outputs))
-    moved = results + (results if name in _LOOKUPS else sum(_bytes(x) for x in inputs))
+    inputs = _tensors((args, kwargs))
+    results = sum(map(_bytes, written_tensors(func, args, kwargs) or _tensors(result)))
+    moved = results + (results if name in _LOOKUPS else sum(map(_bytes, inputs)))
     if not moved:
         return None
     dtype = next((x.dtype for x in inputs if x.is_floating_point()), None)
-    return Work(declared.name, _flops(func, name, args, kwargs, named, result), moved, dtype)
+    return Work(declared.name, _flops(func, args, kwargs, result), moved, dtype)
 
 
-def _flops(
-    func: Any,
-    name: str,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    named: Mapping[str, Any],
-    result: Any,
-) -> int:
-    if name.startswith(_ATTENTION):
+def work_of_kernel(name: str, tensors: Iterable[torch.Tensor]) -> Work:
+    """Return the cost of a launch of a kernel of Triton: each of its tensors is read or written once.
+
+    What it computes is not known.
+    """
+    return Work(_TRITON + name, 0, sum(map(_bytes, tensors)), None)
+
+
+def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    if _ATTENTION in schema(func).name:
+        named = named_arguments(func, args, kwargs)
         q, k, v = (named[argument] for argument in ("query", "key", "value"))
         pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
         if named.get("is_causal"):
             pairs //= 2
         forward = 2 * pairs * (q.shape[3] + v.shape[3])
         # Dao et al. 2022, "FlashAttention": the backward has five products of this size, and the forward two.
-        return forward * 5 // 2 if "backward" in name else forward
+        return forward * 5 // 2 if "backward" in schema(func).name else forward
     count = flop_registry.get(getattr(func, "overloadpacket", None))
     return 0 if count is None else int(count(*args, **kwargs, out_val=result))
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [x for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
 
 
 def _bytes(x: torch.Tensor) -> int:

@@ -1,6 +1,6 @@
 """Dispatch of operators: modes, fake tensors, schemas, pytrees."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -40,6 +40,7 @@ __all__ = [
     "has_dispatch_mode",
     "make_wrapper",
     "meta_nonzero_finds_all",
+    "named_arguments",
     "schema",
     "storage_id",
     "tree_flatten",
@@ -51,12 +52,31 @@ __all__ = [
     "version",
     "watch_resizes",
     "without_torch_function",
+    "written_tensors",
 ]
 
 
 def schema(operator: Any) -> Any:
     """Return an operator's schema (`name`, `arguments`); None for a higher-order operator, which has none."""
     return getattr(operator, "_schema", None)
+
+
+def named_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call of `operator` by name, without those that have their default."""
+    arguments = getattr(schema(operator), "arguments", ())
+    return dict(zip((argument.name for argument in arguments), args, strict=False)) | dict(kwargs)
+
+
+def written_tensors(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors that a call of `operator` changes in place."""
+    named = named_arguments(operator, args, kwargs)
+    return [
+        x
+        for argument in getattr(schema(operator), "arguments", ())
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for x in tree_leaves(named.get(argument.name))
+        if isinstance(x, torch.Tensor)
+    ]
 
 
 def fake_mode_is_on() -> bool:

@@ -12,7 +12,14 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from titanplans.split.stages.trace import SHAPE_ALONE
-from titanplans.torch_private.dispatch import TorchDispatchMode, schema, storage_id, tree_leaves
+from titanplans.torch_private.dispatch import (
+    TorchDispatchMode,
+    named_arguments,
+    schema,
+    storage_id,
+    tree_leaves,
+    written_tensors,
+)
 
 
 class _Content(NamedTuple):
@@ -129,7 +136,7 @@ class Expressions(TorchDispatchMode):
         expression = (str(func), tuple(operands), tuple(kwargs), self.of_all(kwargs))
         if self.draws is None and _draws(func, args, kwargs):
             self.draws = str(func)
-        changed = list(_changed_tensors(func, args, kwargs))
+        changed = written_tensors(func, args, kwargs)
         out = func(*args, **kwargs)
         for index, tensor in enumerate(changed):
             self._set(tensor, (*expression, "changed", index))
@@ -184,20 +191,7 @@ def _draws(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether an operator draws random numbers; attention draws none if its dropout is 0."""
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
         return False
-    arguments = _by_name(func, args, kwargs)
+    declared = getattr(schema(func), "arguments", ())
+    defaults = {x.name: x.default_value for x in declared if x.has_default_value()}
+    arguments = defaults | named_arguments(func, args, kwargs)
     return arguments.get("dropout_p", arguments.get("p", 1.0)) != 0.0
-
-
-def _changed_tensors(func: Any, args: Any, kwargs: Any) -> Iterable[torch.Tensor]:
-    """Yield the tensors that an operator changes in place."""
-    values = _by_name(func, args, kwargs)
-    for argument in getattr(schema(func), "arguments", ()):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from (x for x in tree_leaves(values.get(argument.name)) if isinstance(x, torch.Tensor))
-
-
-def _by_name(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return the arguments of an operator by name, defaults included."""
-    arguments = getattr(schema(func), "arguments", ())
-    defaults = {x.name: x.default_value for x in arguments if x.has_default_value()}
-    return defaults | {x.name: value for x, value in zip(arguments, args, strict=False)} | kwargs

@@ -22,11 +22,11 @@ from titanplans.errors import PlanError
 from titanplans.split.local_tokens import GatherPermission, LocalTokens
 from titanplans.torch_private.dispatch import (
     make_wrapper,
-    schema,
     tree_leaves,
     tree_map,
     version,
     without_torch_function,
+    written_tensors,
 )
 
 CASTS = frozenset("to type_as float double half bfloat16".split())  # noqa: SIM905
@@ -131,16 +131,11 @@ class ShardedSequence(torch.Tensor):
             args, kwargs = tree_map(_placeholder, (args, kwargs))
             return func(*args, **kwargs)
         _check_permissions(str(func), args, kwargs)
-        for argument, value in zip(schema(func).arguments, args, strict=False):
-            if (
-                isinstance(value, ShardedSequence)
-                and argument.alias_info is not None
-                and argument.alias_info.is_write
-            ):
-                raise PlanError(
-                    f"{func} changes hidden states in place, but a context-parallel rank holds only its own tokens: "
-                    "give it a clone"
-                )
+        if any(isinstance(x, ShardedSequence) for x in written_tensors(func, args, kwargs)):
+            raise PlanError(
+                f"{func} changes hidden states in place, but a context-parallel rank holds only its own tokens: "
+                "give it a clone"
+            )
         with torch.no_grad():
             args, kwargs = tree_map(_full, (args, kwargs))
         return func(*args, **kwargs)

@@ -1,0 +1,189 @@
+"""`forecast`: the memory and the time of a step of a job on GPUs, before there are GPUs. Start here."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from statistics import fmean
+
+from transformers import PretrainedConfig
+
+from titanplans import modeling
+from titanplans.config import JobConfig, strategy_of
+from titanplans.foresight.depth import Depth, kinds_of
+from titanplans.foresight.hardware import Gpu
+from titanplans.foresight.memory import BlocksDiffer, MemoryForecast, memory_of
+from titanplans.foresight.pipeline import Crossing
+from titanplans.foresight.rehearsal import refuse_options, rehearse
+from titanplans.foresight.time import TimeForecast, time_of
+from titanplans.parallel.activation_checkpoint import check_activation_checkpointing
+from titanplans.parallel.pipeline.timeline import timeline
+from titanplans.split.decoder import find_decoder
+from titanplans.split.stages.schedules import Kind, orders
+from titanplans.training.job import resolve
+from titanplans.training.pipeline.stage import starts_of_stages
+from titanplans.training.trainer import documents
+
+
+@dataclass
+class RankForecast:
+    """A rank that was rehearsed."""
+
+    stage: int
+    """Index of the pipeline rank; 0 without a pipeline."""
+    memory: MemoryForecast
+    time: TimeForecast
+
+
+@dataclass
+class Forecast:
+    """The memory and the time of a step."""
+
+    ranks: list[RankForecast]
+    """One rank; with a pipeline one of the first, of a middle and of the last stage."""
+    seconds: float
+    """The time of the step."""
+    idle: float
+    """The fraction of the ranks' time in which they wait for other pipeline stages; 0 without a pipeline."""
+    sequences: int
+    """The sequences of a step, over all ranks."""
+    seq_len: int
+    flops: int
+    """Floating-point operations per token, as titanplans.modeling counts them for MFU."""
+    gpus: int
+    gpu: Gpu
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second of one GPU."""
+        return self.sequences * self.seq_len / self.seconds / self.gpus
+
+    @property
+    def mfu(self) -> float:
+        """The fraction of the GPU's peak in bfloat16 that the model's FLOPs take."""
+        return self.flops * self.tokens_per_second / (self.gpu.bfloat16_tflops * 1e12)
+
+    def reserved(self, expandable: bool) -> int:
+        """Return the bytes that torch's allocator reserves on the fullest rank, with or without expandable segments."""
+        memories = [rank.memory for rank in self.ranks]
+        return max((each.expandable if expandable else each.standard).reserved for each in memories)
+
+    def retries(self, expandable: bool) -> int | None:
+        """Return how often the allocator returns unused memory to the GPU in two steps; None: it runs out of memory."""
+        memories = [rank.memory for rank in self.ranks]
+        on_gpu = [each.expandable_on_gpu if expandable else each.standard_on_gpu for each in memories]
+        return None if any(each.is_out_of_memory for each in on_gpu) else max(each.retries for each in on_gpu)
+
+
+def forecast(job: JobConfig, world_size: int, gpu: Gpu) -> Forecast:
+    """Rehearse `job` on one rank, or with a pipeline on one rank of the first, of a middle and of the last stage.
+
+    Args:
+        job: a job whose options don't contradict each other.
+        world_size: the number of ranks.
+        gpu: the GPUs.
+
+    Raises:
+        UserError: the job's model can't be parallelised as the job says, or can't be rehearsed (see `rehearse`).
+    """
+    config = resolve.hf_config(job)
+    try:
+        return forecast_of(job, config, world_size, gpu)
+    except BlocksDiffer:
+        return forecast_of(job, config, world_size, gpu, every_block=True)
+
+
+def forecast_of(
+    job: JobConfig, config: PretrainedConfig, world_size: int, gpu: Gpu, *, every_block: bool = False
+) -> Forecast:
+    """Return the forecast of a job with a model of `config`; `every_block`: let no block stand for others.
+
+    Raises:
+        BlocksDiffer: a block allocates other tensors than one that it stands for.
+        UserError: as `forecast`.
+    """
+    refuse_options(job)
+    p, crossing = job.parallelism, Crossing()
+    short_job, depth = shortened(job, config, every_block=every_block)
+    stages, data_parallel = p.pipeline_parallel_degree, resolve.data_parallel_degree(job, world_size)
+    sequences = resolve.global_batch_size(job, data_parallel)
+    batches = sequences // (job.training.local_batch_size * data_parallel)
+    ranks = []
+    for stage in sorted({0, stages // 2, stages - 1}):
+        rank = stage * world_size // stages
+        rehearsal = rehearse(short_job, config, world_size, rank, depth.removed, crossing)
+        memory = memory_of(rehearsal, depth, gpu.usable)
+        ranks.append(RankForecast(stage, memory, time_of(rehearsal, depth, gpu, batches)))
+    seconds, idle = ranks[0].time.seconds, 0.0
+    if stages > 1:
+        seconds, idle = _with_pipeline(job, ranks, len(depth.starts), batches)
+    model, seq_len = modeling.build(config), job.training.seq_len
+    _, flops = modeling.count_flops(model, seq_len)
+    return Forecast(ranks, seconds, idle, sequences, seq_len, flops, world_size, gpu)
+
+
+def _with_pipeline(
+    job: JobConfig, ranks: list[RankForecast], stages: int, batches: int
+) -> tuple[float, float]:
+    """Return the seconds of a step, and the fraction of the ranks' time in which they wait for other stages."""
+    p, samples = job.parallelism, defaultdict[tuple[Kind, int], list[float]](list)
+    rehearsed = {action.stage for rank in ranks for action in rank.time.actions}
+    inner = [stage for stage in sorted(rehearsed) if 0 < stage < stages - 1]
+    for rank in ranks:
+        for action, seconds in rank.time.actions.items():
+            samples[action.kind, action.stage].append(seconds)
+
+    def duration(kind: Kind, stage: int) -> float:
+        alike = [stage] if stage in rehearsed else inner
+        return fmean(seconds for each in alike for seconds in samples[kind, each])
+
+    micro_batches = job.training.local_batch_size // p.pipeline_parallel_microbatch_size
+    order = orders(p.pipeline_parallel_schedule, p.pipeline_parallel_degree, stages, micro_batches)
+    computed = timeline(order, duration)
+    outside = max(rank.time.seconds - batches * sum(rank.time.actions.values()) for rank in ranks)
+    seconds = batches * computed.duration + outside
+    return seconds, computed.idle_fraction * batches * computed.duration / seconds
+
+
+def shortened(
+    job: JobConfig, config: PretrainedConfig, *, every_block: bool = False
+) -> tuple[JobConfig, Depth]:
+    """Return a job that splits the rehearsed blocks into stages as `job` splits all blocks, and which blocks these are.
+
+    `every_block`: let no block stand for others.
+    """
+    model, p = modeling.build(config), job.parallelism
+    decoder, stages = find_decoder(model), p.pipeline_parallel_degree
+    recomputed = check_activation_checkpointing(model, strategy_of(job).activation_checkpoint)
+    kinds = kinds_of(decoder, recomputed)
+    lists = {name.rpartition(".")[0] for name in decoder.names}
+    if every_block or len(lists) > 1:  # YOCO has two lists
+        kinds = list(range(len(kinds)))
+    if stages == 1:
+        return job, Depth(kinds)
+    starts = starts_of_stages(model, p, stages, job.training.seq_len)
+    if len(starts) > stages:
+        # A schedule with several stages a rank gathers the parameters of all blocks of a stage at once, and some schedules
+        # compute the gradients of weights so. Then no block stands for others.
+        kinds = list(range(len(kinds)))
+    depth = Depth(kinds, starts)
+    # Without the removed blocks the others are numbered without gaps.
+    split_points = tuple(decoder.names[start] for start in depth.starts[1:])
+    options = {"pipeline_parallel_split_points": split_points, "pipeline_parallel_layers_per_stage": None}
+    return job.model_copy(update={"parallelism": p.replace(**options)}), depth
+
+
+def assumptions(job: JobConfig) -> list[str]:
+    """Return what a forecast of `job` assumes, in words."""
+    notes = []
+    if job.compile.enable:
+        notes.append(
+            "compile: not modelled; these are the numbers without it, and compiled blocks need less and are faster"
+        )
+    if job.parallelism.enable_async_tensor_parallel or job.parallelism.enable_fsdp_symm_mem:
+        notes.append(
+            "symmetric memory (async tensor parallelism, FSDP): not modelled; its buffers come on top"
+        )
+    if job.parallelism.expert_parallel_degree > 1:
+        notes.append("experts: tokens are assumed to be routed evenly")
+    if documents.document_keyword(job, resolve.hf_config(job)) is not None:
+        notes.append("documents: estimated as if joined, without the masks that keep them apart")
+    return notes
