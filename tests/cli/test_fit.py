@@ -8,7 +8,7 @@ import tomli
 from tests.support.programs import run_python
 from titanplans.cli.fit import write_layout
 from titanplans.errors import ConfigError
-from titanplans.foresight.layouts import Layout
+from titanplans.foresight.layouts import JobLayout
 from titanplans.plan.degrees import Degrees
 
 JOB = """
@@ -72,7 +72,7 @@ def test_what_is_refused(fit, options, message):
 def test_other_lines_of_the_job_stay(tmp_path):
     file = tmp_path / "job.toml"
     file.write_text(JOB)
-    write_layout(file, Layout(Degrees(dp_shard=4, tp=1), "selective", 2, 8))
+    write_layout(file, JobLayout(Degrees(dp_shard=4, tp=1), "selective", 2, 8))
     text = file.read_text()
     assert "local_batch_size = 2  # by hand\n" in text
     assert 'name = "gla"' in text
@@ -86,5 +86,5 @@ def test_a_job_in_another_form_is_not_written(tmp_path):
     file = tmp_path / "job.toml"
     file.write_text("training = { seq_len = 512 }\n")
     with pytest.raises(ConfigError, match="set by hand local_batch_size = 2"):
-        write_layout(file, Layout(Degrees(dp_shard=4), "none", 2, 8))
+        write_layout(file, JobLayout(Degrees(dp_shard=4), "none", 2, 8))
     assert file.read_text() == "training = { seq_len = 512 }\n"

@@ -10,7 +10,7 @@ from tests.support import rehearsals
 from titanplans.errors import ParallelError
 from titanplans.foresight.forecast import forecast_of
 from titanplans.foresight.hardware import find_gpu
-from titanplans.foresight.layouts import MODES, Layout, Refused, Search, candidates, with_experts
+from titanplans.foresight.layouts import MODES, Excluded, JobLayout, Search, candidates, with_experts
 from titanplans.plan.degrees import Degrees
 
 GPUS, SEQUENCES = 2, 4
@@ -42,7 +42,7 @@ def test_the_fastest_layout_that_fits_is_found(tmp_path):
     gpu = find_gpu("H100").replace(outside_gib=0.0, link_gb_s=10.0, host_us=0.0, bfloat16_tflops=1.0)
     degrees = [Degrees(dp_shard=2), Degrees(dp_shard=1, tp=2)]
     layouts = [
-        Layout(each, mode, batch, SEQUENCES)
+        JobLayout(each, mode, batch, SEQUENCES)
         for each, mode in itertools.product(degrees, MODES)
         for batch in (1, 2, 4)
         if SEQUENCES % (batch * each.dp_shard) == 0
@@ -70,7 +70,7 @@ def test_layouts_that_can_not_be_among_the_best_are_not_estimated(tmp_path):
     search.run([Degrees(dp_shard=2), Degrees(dp_shard=1, pp=2)])
     assert str(search.found[0].layout.degrees) == "tp 1"
     assert not any(layout.degrees.pp > 1 for layout in evaluate.layouts)
-    (refused,) = [each for each in search.refused if "pp 2" in each.what]
+    (refused,) = [each for each in search.excluded if "pp 2" in each.what]
     assert "slower: a pipeline idles" in refused.why
 
 
@@ -87,16 +87,16 @@ def test_what_can_not_run_or_does_not_fit_is_refused_with_the_reason(tmp_path):
     search = Search(gpu, SEQUENCES, evaluate)
     search.run([Degrees(dp_shard=2)])
     assert search.found == []
-    reasons = {each.what: each.why for each in search.refused}
+    reasons = {each.what: each.why for each in search.excluded}
     assert reasons["tp 1, recomputation full"] == "no"
     assert "GiB with batches of 1" in reasons["tp 1, recomputation none"]
 
 
 def test_candidates():
     every = list(candidates(8, 4))
-    degrees = [each for each in every if not isinstance(each, Refused)]
+    degrees = [each for each in every if not isinstance(each, Excluded)]
     assert all(each.dp_shard * each.tp * each.cp * each.pp == 8 for each in degrees)
-    refused = {each.what: each.why for each in every if isinstance(each, Refused)}
+    refused = {each.what: each.why for each in every if isinstance(each, Excluded)}
     assert refused["tp 1"] == "4 sequences can't be divided by 8 data-parallel ranks"
     assert refused["tp 1, pp 2"] == "a data-parallel rank has only 1 sequences for 2 stages"
     assert Degrees(dp_shard=4, tp=2) in degrees

@@ -21,7 +21,7 @@ from titanplans.text import columns, counted
 
 if TYPE_CHECKING:
     from titanplans.foresight.forecast import Forecast
-    from titanplans.foresight.layouts import Estimated, Layout, Refused, Search
+    from titanplans.foresight.layouts import Estimated, Excluded, JobLayout, Search
 
 _PROCESSES = 2
 
@@ -104,7 +104,7 @@ def _search(
 ) -> "Search":
     from titanplans.foresight import processes
     from titanplans.foresight.hardware import find_gpu
-    from titanplans.foresight.layouts import Refused, Search, candidates, with_experts
+    from titanplans.foresight.layouts import Excluded, Search, candidates, with_experts
     from titanplans.plan.degrees import Degrees
 
     gpu, replicas = find_gpu(name, hardware), job.parallelism.data_parallel_replicate_degree
@@ -114,7 +114,7 @@ def _search(
         )
     with processes.rehearsing(gpu, _PROCESSES) as pool:
 
-        def evaluate(layouts: Sequence["Layout"]) -> "list[Forecast | UserError]":
+        def evaluate(layouts: Sequence["JobLayout"]) -> "list[Forecast | UserError]":
             results: list[Any] = []
             for layout in layouts:
                 try:
@@ -133,8 +133,8 @@ def _search(
             lambda text: print(text, file=sys.stderr),
         )
         met = list(candidates(gpus, sequences, replicas))
-        search.refused += [each for each in met if isinstance(each, Refused)]
-        plain = [each for each in met if not isinstance(each, Refused)]
+        search.excluded += [each for each in met if isinstance(each, Excluded)]
+        plain = [each for each in met if not isinstance(each, Excluded)]
         # A model without experts refuses any degree of them. Two tasks at once start both processes.
         no_experts = pool.submit(processes.refusals_in_process, job, [Degrees(dp_shard=2, ep=2)])
         pool.submit(processes.refusals_in_process, job, [])
@@ -146,8 +146,8 @@ def _search(
             zip(shapes, pool.submit(processes.refusals_in_process, job, shapes).result(), strict=True)
         )
         refusals = [reasons[replace(each, dp_shard=-1)] for each in degrees]
-        search.refused += [
-            Refused(str(d), why) for d, why in zip(degrees, refusals, strict=True) if why is not None
+        search.excluded += [
+            Excluded(str(d), why) for d, why in zip(degrees, refusals, strict=True) if why is not None
         ]
         search.run(each for each, why in zip(degrees, refusals, strict=True) if why is None)
     return search
@@ -188,14 +188,14 @@ def _lines(search: "Search", found: "list[Estimated]") -> list[str]:
     return lines
 
 
-def _alone(search: "Search") -> "tuple[list[Refused], int]":
+def _alone(search: "Search") -> "tuple[list[Excluded], int]":
     """Return what was refused of degrees on one axis, and the number of all other refusals."""
     alone = [
         each
-        for each in search.refused
+        for each in search.excluded
         if "," not in each.what.partition(", recomp")[0] and " x " not in each.what
     ]
-    return alone, len(search.refused) - len(alone)
+    return alone, len(search.excluded) - len(alone)
 
 
 def binding(forecast: "Forecast") -> list[tuple[str, float]]:
@@ -209,7 +209,7 @@ def binding(forecast: "Forecast") -> list[tuple[str, float]]:
     return sorted(shares.items(), key=lambda item: -item[1])
 
 
-def toml_lines(layout: "Layout") -> list[str]:
+def toml_lines(layout: "JobLayout") -> list[str]:
     """Return the lines of a job's file that set `layout`."""
     return [
         line
@@ -222,7 +222,7 @@ def _toml(value: int | str) -> str:
     return json.dumps(value)
 
 
-def write_layout(file: Path, layout: "Layout") -> None:
+def write_layout(file: Path, layout: "JobLayout") -> None:
     """Set the keys of `layout` in a job's file, and leave all other lines as they are.
 
     Raises:
@@ -276,5 +276,5 @@ def _as_json(search: "Search", found: "list[Estimated]") -> dict[str, Any]:
             }
             for each in found
         ],
-        "refused": [each._asdict() for each in search.refused],
+        "excluded": [each._asdict() for each in search.excluded],
     }

@@ -31,7 +31,7 @@ _CONSTANT = (WEIGHTS, GRADIENTS, OPTIMIZER, BUFFERS, GATHERED, COMMUNICATION)
 """The parts of the memory that do not depend on the batch."""
 
 
-class Layout(NamedTuple):
+class JobLayout(NamedTuple):
     """A layout of a job."""
 
     degrees: Degrees
@@ -72,7 +72,7 @@ class Layout(NamedTuple):
         ]
 
 
-class Refused(NamedTuple):
+class Excluded(NamedTuple):
     """Degrees or layouts that are not among the best, and why."""
 
     what: str
@@ -82,7 +82,7 @@ class Refused(NamedTuple):
 class Estimated(NamedTuple):
     """A layout that fits, with its forecast."""
 
-    layout: Layout
+    layout: JobLayout
     forecast: Forecast
     """If `is_exact`, that of a step with at most two batches of the layout; otherwise with one of the fewest sequences."""
     seconds: float
@@ -100,11 +100,11 @@ class Estimated(NamedTuple):
         return self.forecast.mfu * self.tokens_per_second / self.forecast.tokens_per_second
 
 
-Evaluate = Callable[[Sequence[Layout]], list[Forecast | UserError]]
+Evaluate = Callable[[Sequence[JobLayout]], list[Forecast | UserError]]
 """Returns the forecast of each layout, or why it can't be run."""
 
 
-def candidates(gpus: int, sequences: int, replicas: int = 1) -> Iterator[Degrees | Refused]:
+def candidates(gpus: int, sequences: int, replicas: int = 1) -> Iterator[Degrees | Excluded]:
     """Yield all degrees whose product is `gpus`, but 1 for experts. Those that the batch refuses come with the reason.
 
     Args:
@@ -119,11 +119,11 @@ def candidates(gpus: int, sequences: int, replicas: int = 1) -> Iterator[Degrees
         degrees = Degrees(dp_replicate=replicas, dp_shard=shared // (tp * cp * pp), tp=tp, cp=cp, pp=pp)
         batches = degrees.dp_replicate * degrees.dp_shard
         if sequences % batches:
-            yield Refused(
+            yield Excluded(
                 str(degrees), f"{sequences} sequences can't be divided by {batches} data-parallel ranks"
             )
         elif pp > sequences // batches:
-            yield Refused(
+            yield Excluded(
                 str(degrees),
                 f"a data-parallel rank has only {sequences // batches} sequences for {pp} stages",
             )
@@ -156,7 +156,7 @@ class Search:
     Attributes:
         found: the estimated layouts that fit, the fastest first. After `run` the first `count` of them are exact: they are
             estimated with their own batch.
-        refused: the others that were met, and why they are not among `found`.
+        excluded: the others that were met, and why they are not among `found`.
     """
 
     gpu: Gpu
@@ -166,7 +166,7 @@ class Search:
     count: int = 5
     progress: Callable[[str], None] = lambda text: None
     found: list[Estimated] = field(default_factory=list)
-    refused: list[Refused] = field(default_factory=list)
+    excluded: list[Excluded] = field(default_factory=list)
     _arithmetic: dict[str, float] = field(default_factory=dict)
     """By what is recomputed: the seconds of a step without any waits and collectives, which are the same in all layouts."""
     _in_line: dict[str, tuple[int, float]] = field(default_factory=dict)
@@ -192,7 +192,7 @@ class Search:
             if self.found and not any(found.layout.degrees == each for found in self.found):
                 bound = min(self.bound(each, mode) for mode in MODES if (each, mode) in left)
                 slower = max(0.0, bound / self.found[0].seconds - 1)
-                self.refused.append(Refused(str(each), f"at least {slower:.0%} slower: {_reason(each)}"))
+                self.excluded.append(Excluded(str(each), f"at least {slower:.0%} slower: {_reason(each)}"))
 
     def _order(self, choice: tuple[Degrees, str]) -> tuple[float, ...]:
         """Of equal bounds first what shards the parameters over the most ranks, and what recomputes the least."""
@@ -225,14 +225,14 @@ class Search:
     def _estimate(self, choices: Sequence[tuple[Degrees, str]]) -> None:
         """Estimate these choices for a small batch, and add them with the largest one that fits."""
         small = [
-            Layout(degrees, mode, degrees.pp, degrees.pp * degrees.dp_replicate * degrees.dp_shard)
+            JobLayout(degrees, mode, degrees.pp, degrees.pp * degrees.dp_replicate * degrees.dp_shard)
             for degrees, mode in choices
         ]
         for layout, forecast in zip(small, self.evaluate(small), strict=True):
             degrees, whole = layout.degrees, self._sequences_of_a_rank(layout.degrees)
             what = f"{degrees}, recomputation {layout.mode}"
             if isinstance(forecast, UserError):
-                self.refused.append(Refused(what, str(forecast)))
+                self.excluded.append(Excluded(what, str(forecast)))
                 continue
             self._learn(layout, forecast, whole / layout.batch)
             if degrees.pp > 1:
@@ -245,8 +245,8 @@ class Search:
                 ]
             if forecast.retries(self.expandable) is None or not batches:
                 reserved = forecast.reserved(self.expandable) / 2**30
-                self.refused.append(
-                    Refused(what, f"does not fit: {reserved:.0f} GiB with batches of {layout.batch}")
+                self.excluded.append(
+                    Excluded(what, f"does not fit: {reserved:.0f} GiB with batches of {layout.batch}")
                 )
                 continue
             chosen = layout._replace(batch=batches[-1], sequences=self.sequences)
@@ -260,7 +260,7 @@ class Search:
         constant = sum(rank.memory.parts.get(part, 0) for part in _CONSTANT)
         return constant + (forecast.reserved(self.expandable) - constant) * batch
 
-    def _learn(self, layout: Layout, forecast: Forecast, steps: float) -> None:
+    def _learn(self, layout: JobLayout, forecast: Forecast, steps: float) -> None:
         """Learn for `bound` from a forecast, `steps` of which are a step."""
         degrees = layout.degrees
         arithmetic = steps * min(
@@ -285,7 +285,7 @@ class Search:
             for each, forecast in zip(inexact, self.evaluate(steps), strict=True):
                 self.found.remove(each)
                 if isinstance(forecast, UserError):
-                    self.refused.append(Refused(str(each.layout), str(forecast)))
+                    self.excluded.append(Excluded(str(each.layout), str(forecast)))
                 elif forecast.retries(self.expandable) is not None:
                     seconds = _seconds(each.layout, forecast, _estimated_batches(each.layout))
                     self._add(Estimated(each.layout, forecast, seconds, True))
@@ -300,35 +300,35 @@ class Search:
             self._add(Estimated(layout, each.forecast, _seconds_from_small(layout, each.forecast), False))
         else:
             reserved = forecast.reserved(self.expandable) / 2**30
-            self.refused.append(Refused(str(layout), f"does not fit: {reserved:.0f} GiB"))
+            self.excluded.append(Excluded(str(layout), f"does not fit: {reserved:.0f} GiB"))
 
     def _add(self, estimated: Estimated) -> None:
         self.found = sorted([*self.found, estimated], key=lambda each: each.seconds)
 
 
-def _batches(layout: Layout) -> int:
+def _batches(layout: JobLayout) -> int:
     """Return the number of batches whose gradients a step accumulates."""
     return layout.sequences // (layout.batch * layout.degrees.dp_replicate * layout.degrees.dp_shard)
 
 
-def _estimated_batches(layout: Layout) -> int:
+def _estimated_batches(layout: JobLayout) -> int:
     """Return how many batches of a step are estimated; the others take as long, and need no more memory."""
     return min(_batches(layout), 1 if layout.degrees.pp > 1 else 2)
 
 
-def _with_batches(layout: Layout, batches: int) -> Layout:
+def _with_batches(layout: JobLayout, batches: int) -> JobLayout:
     """Return `layout` with this number of batches in a step."""
     sequences = batches * layout.batch * layout.degrees.dp_replicate * layout.degrees.dp_shard
     return layout._replace(sequences=sequences)
 
 
-def _seconds(layout: Layout, forecast: Forecast, batches: int) -> float:
+def _seconds(layout: JobLayout, forecast: Forecast, batches: int) -> float:
     """Return the seconds of a step of `layout`, from the forecast of one with fewer `batches`, but of the same size."""
     update = forecast.ranks[0].time.parts.get(UPDATE, 0.0)
     return (forecast.seconds - update) * _batches(layout) / batches + update
 
 
-def _seconds_from_small(layout: Layout, forecast: Forecast) -> float:
+def _seconds_from_small(layout: JobLayout, forecast: Forecast) -> float:
     """Return nearly the seconds of a step of `layout`, from the forecast of one small batch."""
     parts = forecast.ranks[0].time.parts
     update = parts.get(UPDATE, 0.0)
