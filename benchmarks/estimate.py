@@ -1,6 +1,6 @@
 """Compare `titanplans estimate` with published runs, and fit the efficiencies of products and attention of hardware.toml.
 
-python benchmarks/estimate.py > docs/published_runs.md     # 15 minutes on two cores
+python benchmarks/estimate.py > docs/published_runs.md     # 9 minutes on two cores
 
 The runs and their sources are in published_runs.tsv. The efficiencies are fitted on every second run of LLM Foundry, and
 judged on the others.

@@ -6,7 +6,7 @@ import pytest
 import tomli
 
 from tests.support.programs import run_python
-from titanplans.cli.fit import write_layout
+from titanplans.cli.fit import write_settings
 from titanplans.errors import ConfigError
 from titanplans.foresight.layouts import JobLayout
 from titanplans.plan.degrees import Degrees
@@ -29,20 +29,26 @@ def fit(tmp_path):
     (tmp_path / "job.toml").write_text(JOB)
 
     def run(*options):
-        result = run_python("-m", "titanplans", "fit", "job.toml", *options, cwd=tmp_path)
+        result = run_python("-m", "titanplans", "fit", *options, "job.toml", cwd=tmp_path)
         return result.returncode, result.stdout, result.stderr
 
     return run
 
 
 def test_the_best_layout_is_written_and_estimated_alike(fit, tmp_path):
-    status, out, err = fit("--gpus=2xH100", "--global-batch-size=4", "--count=2", "--write", "--json")
+    options = ("--training.dtype", "float32", "--compile.enable", "--seq-len=256")
+    status, out, err = fit(
+        "--gpus=2xH100", "--global-batch-size=4", "--count=2", "--write", "--json", *options
+    )
     assert status == 0, err
-    best, second = json.loads(out)["layouts"]
+    result = json.loads(out)
+    best, second = result["layouts"]
+    assert any("compile: not modelled" in each for each in result["assumptions"])
     assert best["seconds"] <= second["seconds"]
     job = tomli.loads((tmp_path / "job.toml").read_text())
     for section, keys in best["settings"].items():
         assert job[section].items() >= keys.items()
+    assert job["training"]["seq_len"] == 256
     result = run_python("-m", "titanplans", "estimate", "job.toml", "--json", cwd=tmp_path)
     estimate = json.loads(result.stdout)
     assert estimate["gpus"] == 2
@@ -72,7 +78,7 @@ def test_what_is_refused(fit, options, message):
 def test_other_lines_of_the_job_stay(tmp_path):
     file = tmp_path / "job.toml"
     file.write_text(JOB)
-    write_layout(file, JobLayout(Degrees(dp_shard=4, tp=1), "selective", 2, 8))
+    write_settings(file, JobLayout(Degrees(dp_shard=4, tp=1), "selective", 2, 8).settings())
     text = file.read_text()
     assert "local_batch_size = 2  # by hand\n" in text
     assert 'name = "gla"' in text
@@ -86,5 +92,5 @@ def test_a_job_in_another_form_is_not_written(tmp_path):
     file = tmp_path / "job.toml"
     file.write_text("training = { seq_len = 512 }\n")
     with pytest.raises(ConfigError, match="set by hand local_batch_size = 2"):
-        write_layout(file, JobLayout(Degrees(dp_shard=4), "none", 2, 8))
+        write_settings(file, JobLayout(Degrees(dp_shard=4), "none", 2, 8).settings())
     assert file.read_text() == "training = { seq_len = 512 }\n"

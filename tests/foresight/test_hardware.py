@@ -47,6 +47,14 @@ def test_a_gpu_that_is_like_another(tmp_path):
     assert (gpu.network_gb_s, gpu.memory_gb_s) == (100, like.memory_gb_s)
 
 
+@pytest.mark.parametrize("like", ["1", "[]", '"other"', '"mine"', '"second"'])
+def test_no_gpu_to_be_like(tmp_path, like):
+    file = tmp_path / "own.toml"
+    file.write_text(f'other = 1\n[second]\nlike = "H100"\n[mine]\nlike = {like}')
+    with pytest.raises(ConfigError, match=r"\[mine\]: like = .*: no such GPU"):
+        find_gpu("mine", file)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -5,7 +5,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ import tomli
 
 from titanplans.cli.estimate import gib, has_expandable_segments
 from titanplans.config import JobConfig, load_job
+from titanplans.config.arguments import parse_arguments
 from titanplans.config.values import PositiveInt, from_text
 from titanplans.disk import write_atomically
 from titanplans.errors import ConfigError, UserError
@@ -21,7 +22,7 @@ from titanplans.text import columns, counted
 
 if TYPE_CHECKING:
     from titanplans.foresight.forecast import Forecast
-    from titanplans.foresight.layouts import Estimated, Excluded, JobLayout, Search
+    from titanplans.foresight.layouts import Estimated, JobLayout, Search
 
 _PROCESSES = 2
 
@@ -46,7 +47,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--seq-len", metavar="N", help="tokens of a sequence; default: training.seq_len")
     parser.add_argument("--count", metavar="N", default="5", help="how many layouts; default: 5")
     parser.add_argument("--hardware", type=Path, metavar="FILE", help="TOML file with GPUs of your own")
-    parser.add_argument("--write", action="store_true", help="write the fastest layout into the job's file")
+    parser.add_argument(
+        "--write", action="store_true", help="write the fastest layout, and --seq-len, into the job's file"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -78,17 +81,21 @@ def main(argv: list[str]) -> int:
         )
     gpus = from_text(number, PositiveInt, "--gpus")
     began = time.monotonic()
-    search = _search(job, arguments, gpus, name, options.hardware, sequences, count)
+    search, assumptions = _search(job, arguments, gpus, name, options.hardware, sequences, count)
     found = search.found[:count]
     if options.json:
-        print(json.dumps(_as_json(search, found), indent=2))
+        print(json.dumps(_as_json(search, found, assumptions), indent=2))
     else:
         print(f"{gpus} x {name}, {counted(sequences, 'sequence')} of {job.training.seq_len:,} tokens a step")
-        print("\n".join(_lines(search, found)))
+        print("\n".join([*_lines(search, found), *assumptions]))
         print(f"{time.monotonic() - began:.0f} s", file=sys.stderr)
     if options.write and found:
-        file = Path(next(argument for argument in arguments if not argument.startswith("--")))
-        write_layout(file, found[0].layout)
+        name, _, _ = parse_arguments(arguments)
+        assert name is not None  # load_job has read it
+        settings, file = found[0].layout.settings(), Path(name)
+        if options.seq_len is not None:
+            settings["training"]["seq_len"] = job.training.seq_len
+        write_settings(file, settings)
         print(f"wrote layout 1 into {file}", file=sys.stderr)
     return 0 if found else 1
 
@@ -101,7 +108,8 @@ def _search(
     hardware: Path | None,
     sequences: int,
     count: int,
-) -> "Search":
+) -> "tuple[Search, list[str]]":
+    """Return the search, and what its forecasts assume."""
     from titanplans.foresight import processes
     from titanplans.foresight.hardware import find_gpu
     from titanplans.foresight.layouts import Excluded, Search, candidates, with_experts
@@ -112,17 +120,26 @@ def _search(
         raise ConfigError(
             f"--gpus {gpus}: parallelism.data_parallel_replicate_degree = {replicas} does not divide it"
         )
+    assumptions: dict[str, None] = {}
     with processes.rehearsing(gpu, _PROCESSES) as pool:
 
         def evaluate(layouts: Sequence["JobLayout"]) -> "list[Forecast | UserError]":
-            results: list[Any] = []
+            tasks: list[Any] = []
             for layout in layouts:
                 try:
                     variant = load_job([*arguments, *(f"--{each}" for each in layout.options())], "fit")
-                    results.append(pool.submit(processes.forecast_in_process, variant, gpus, gpu))
+                    tasks.append(pool.submit(processes.forecast_in_process, variant, gpus, gpu))
                 except UserError as error:
-                    results.append(error)
-            return [each if isinstance(each, UserError) else _result(each) for each in results]
+                    tasks.append(error)
+            return [each if isinstance(each, UserError) else result(each) for each in tasks]
+
+        def result(task: Any) -> "Forecast | UserError":
+            try:
+                forecast, assumed = task.result()
+            except UserError as error:
+                return error
+            assumptions.update(dict.fromkeys(assumed))
+            return forecast
 
         search = Search(
             gpu,
@@ -147,18 +164,10 @@ def _search(
         )
         refusals = [reasons[replace(each, dp_shard=-1)] for each in degrees]
         search.excluded += [
-            Excluded(str(d), why) for d, why in zip(degrees, refusals, strict=True) if why is not None
+            Excluded(d, why) for d, why in zip(degrees, refusals, strict=True) if why is not None
         ]
         search.run(each for each, why in zip(degrees, refusals, strict=True) if why is None)
-    return search
-
-
-def _result(submitted: Any) -> Any:
-    try:
-        forecast, _ = submitted.result()
-    except UserError as error:
-        return error
-    return forecast
+    return search, list(assumptions)
 
 
 def _lines(search: "Search", found: "list[Estimated]") -> list[str]:
@@ -179,23 +188,13 @@ def _lines(search: "Search", found: "list[Estimated]") -> list[str]:
     lines = columns(rows, right={1, 2, 3, 4}) if found else ["no layout fits"]
     if found:
         lines += ["", "layout 1:", *(f"  {line}" for line in toml_lines(found[0].layout))]
-    alone, others = _alone(search)
+    alone = [each for each in search.excluded if each.has_one_axis]
     lines += ["", "not among them:", *(f"  {each.what}: {each.why}" for each in alone)]
-    if others:
+    if others := len(search.excluded) - len(alone):
         lines.append(
             f"  and {counted(others, 'combination')} of such degrees (--json names all, with the reasons)"
         )
     return lines
-
-
-def _alone(search: "Search") -> "tuple[list[Excluded], int]":
-    """Return what was refused of degrees on one axis, and the number of all other refusals."""
-    alone = [
-        each
-        for each in search.excluded
-        if "," not in each.what.partition(", recomp")[0] and " x " not in each.what
-    ]
-    return alone, len(search.excluded) - len(alone)
 
 
 def binding(forecast: "Forecast") -> list[tuple[str, float]]:
@@ -222,21 +221,21 @@ def _toml(value: int | str) -> str:
     return json.dumps(value)
 
 
-def write_layout(file: Path, layout: "JobLayout") -> None:
-    """Set the keys of `layout` in a job's file, and leave all other lines as they are.
+def write_settings(file: Path, settings: Mapping[str, Mapping[str, int | str]]) -> None:
+    """Set keys, by section, in a job's file, and leave all other lines as they are.
 
     Raises:
         ConfigError: the file sets a section in another form than a table, such as [section].
     """
     text = file.read_text()
-    for section, keys in layout.settings().items():
+    for section, keys in settings.items():
         for key, value in keys.items():
             text = _with_key(text, section, key, _toml(value))
     try:
         written = tomli.loads(text)
     except tomli.TOMLDecodeError:  # a section is in another form, and was added again as a table
         written = {}
-    for section, keys in layout.settings().items():
+    for section, keys in settings.items():
         if any(written.get(section, {}).get(key) != value for key, value in keys.items()):
             raise ConfigError(
                 f"{file}: [{section}] is not a table with a key in each line, so it can't be changed: set by hand "
@@ -263,7 +262,7 @@ def _with_key(text: str, section: str, key: str, value: str) -> str:
     return "\n".join([*lines, ""])
 
 
-def _as_json(search: "Search", found: "list[Estimated]") -> dict[str, Any]:
+def _as_json(search: "Search", found: "list[Estimated]", assumptions: list[str]) -> dict[str, Any]:
     return {
         "layouts": [
             {
@@ -276,5 +275,6 @@ def _as_json(search: "Search", found: "list[Estimated]") -> dict[str, Any]:
             }
             for each in found
         ],
-        "excluded": [each._asdict() for each in search.excluded],
+        "excluded": [{"what": each.what, "why": each.why} for each in search.excluded],
+        "assumptions": assumptions,
     }

@@ -61,9 +61,14 @@ def find_gpu(name: str, file: Path | None = None) -> Gpu:
             f"{where}: {table!r} is not a table; write the keys of titanplans' hardware.toml under it"
         )
     if "like" in table:
-        if (like := table["like"]) not in tables or like == name:
-            raise ConfigError(f"{where}: like = {show(like)}: no such GPU; {did_you_mean(str(like), tables)}")
-        table = {**tables[like], **{key: value for key, value in table.items() if key != "like"}}
+        like, others = table["like"], {key: value for key, value in table.items() if key != "like"}
+        # A GPU that is like another one has no keys of its own to take.
+        complete = [each for each, keys in tables.items() if isinstance(keys, dict) and "like" not in keys]
+        if like not in complete:
+            raise ConfigError(
+                f"{where}: like = {show(like)}: no such GPU; {did_you_mean(str(like), complete)}"
+            )
+        table = tables[like] | others
     if missing := sorted(Gpu.model_fields.keys() - table.keys() - {"name"}):
         raise ConfigError(
             f"{where}: {', '.join(missing)} is missing; hardware.toml of titanplans describes the keys"

@@ -75,8 +75,21 @@ class JobLayout(NamedTuple):
 class Excluded(NamedTuple):
     """Degrees or layouts that are not among the best, and why."""
 
-    what: str
+    degrees: Degrees
     why: str
+    mode: str | None = None
+    """What is recomputed; None: whatever is."""
+
+    @property
+    def what(self) -> str:
+        """What is excluded, in words."""
+        return str(self.degrees) if self.mode is None else f"{self.degrees}, recomputation {self.mode}"
+
+    @property
+    def has_one_axis(self) -> bool:
+        """Whether at most one of the degrees besides data parallelism is above 1."""
+        degrees = self.degrees
+        return sum(each > 1 for each in (degrees.tp, degrees.cp, degrees.ep, degrees.pp)) < 2
 
 
 class Estimated(NamedTuple):
@@ -120,11 +133,11 @@ def candidates(gpus: int, sequences: int, replicas: int = 1) -> Iterator[Degrees
         batches = degrees.dp_replicate * degrees.dp_shard
         if sequences % batches:
             yield Excluded(
-                str(degrees), f"{sequences} sequences can't be divided by {batches} data-parallel ranks"
+                degrees, f"{sequences} sequences can't be divided by {batches} data-parallel ranks"
             )
         elif pp > sequences // batches:
             yield Excluded(
-                str(degrees),
+                degrees,
                 f"a data-parallel rank has only {sequences // batches} sequences for {pp} stages",
             )
         else:
@@ -192,7 +205,7 @@ class Search:
             if self.found and not any(found.layout.degrees == each for found in self.found):
                 bound = min(self.bound(each, mode) for mode in MODES if (each, mode) in left)
                 slower = max(0.0, bound / self.found[0].seconds - 1)
-                self.excluded.append(Excluded(str(each), f"at least {slower:.0%} slower: {_reason(each)}"))
+                self.excluded.append(Excluded(each, f"at least {slower:.0%} slower: {_reason(each)}"))
 
     def _order(self, choice: tuple[Degrees, str]) -> tuple[float, ...]:
         """Of equal bounds first what shards the parameters over the most ranks, and what recomputes the least."""
@@ -230,9 +243,8 @@ class Search:
         ]
         for layout, forecast in zip(small, self.evaluate(small), strict=True):
             degrees, whole = layout.degrees, self._sequences_of_a_rank(layout.degrees)
-            what = f"{degrees}, recomputation {layout.mode}"
             if isinstance(forecast, UserError):
-                self.excluded.append(Excluded(what, str(forecast)))
+                self.excluded.append(Excluded(degrees, str(forecast), layout.mode))
                 continue
             self._learn(layout, forecast, whole / layout.batch)
             if degrees.pp > 1:
@@ -246,7 +258,11 @@ class Search:
             if forecast.retries(self.expandable) is None or not batches:
                 reserved = forecast.reserved(self.expandable) / 2**30
                 self.excluded.append(
-                    Excluded(what, f"does not fit: {reserved:.0f} GiB with batches of {layout.batch}")
+                    Excluded(
+                        degrees,
+                        f"does not fit: {reserved:.0f} GiB with batches of {layout.batch}",
+                        layout.mode,
+                    )
                 )
                 continue
             chosen = layout._replace(batch=batches[-1], sequences=self.sequences)
@@ -285,7 +301,7 @@ class Search:
             for each, forecast in zip(inexact, self.evaluate(steps), strict=True):
                 self.found.remove(each)
                 if isinstance(forecast, UserError):
-                    self.excluded.append(Excluded(str(each.layout), str(forecast)))
+                    self.excluded.append(Excluded(each.layout.degrees, str(forecast), each.layout.mode))
                 elif forecast.retries(self.expandable) is not None:
                     seconds = _seconds(each.layout, forecast, _estimated_batches(each.layout))
                     self._add(Estimated(each.layout, forecast, seconds, True))
@@ -300,7 +316,7 @@ class Search:
             self._add(Estimated(layout, each.forecast, _seconds_from_small(layout, each.forecast), False))
         else:
             reserved = forecast.reserved(self.expandable) / 2**30
-            self.excluded.append(Excluded(str(layout), f"does not fit: {reserved:.0f} GiB"))
+            self.excluded.append(Excluded(layout.degrees, f"does not fit: {reserved:.0f} GiB", layout.mode))
 
     def _add(self, estimated: Estimated) -> None:
         self.found = sorted([*self.found, estimated], key=lambda each: each.seconds)
