@@ -7,7 +7,7 @@ from tests.support import rehearsals
 from titanplans import modeling
 from titanplans.foresight.forecast import forecast_of
 from titanplans.foresight.hardware import find_gpu
-from titanplans.foresight.time import FOR_FSDP, FOR_HOST, PRODUCTS, UPDATE, seconds_of
+from titanplans.foresight.time import COPIES, FOR_FSDP, FOR_HOST, PRODUCTS, UPDATE, seconds_of
 from titanplans.observe.operators import Collective
 from titanplans.observe.work import Work
 
@@ -69,6 +69,14 @@ def test_collectives_of_fsdp_overlap_unless_they_take_longer(tmp_path, network, 
         assert rank.seconds < rank.fsdp + sum(v for k, v in rank.parts.items() if k != FOR_FSDP)
     else:
         assert rank.parts.get(FOR_FSDP, 0) < 0.05 * rank.seconds
+
+
+def test_gathered_parameters_are_copied_out_for_the_forward_and_for_the_backward(tmp_path):
+    copies = parts(tmp_path, gpu={"memory_gb_s": 1.0})[COPIES]
+    model = modeling.build(zoo.config("llama", **LLAMA))
+    gathered = 4 * sum(p.numel() for p in model.parameters())  # bytes in float32
+    # Each copy reads and writes them. The gradients are copied in, too.
+    assert copies > 2 * 2 * gathered / 0.85e9
 
 
 def test_a_slow_host_is_waited_for(tmp_path):

@@ -2,15 +2,13 @@
 
 import argparse
 import json
-import math
 import os
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from titanplans.cli.machines import add_machine_options, gpu_of, world_size_of
 from titanplans.config import load_job
-from titanplans.config.values import PositiveInt, from_text
 from titanplans.text import columns, counted
 
 if TYPE_CHECKING:
@@ -32,13 +30,7 @@ def parser() -> argparse.ArgumentParser:
         epilog="exit status: 0 the job fits, 1 it needs more memory than the GPU has, 2 it can't be estimated",
         allow_abbrev=False,
     )
-    parser.add_argument("--gpu", default="H100", help="name of the GPU; default: H100")
-    parser.add_argument(
-        "--nodes",
-        metavar="N",
-        help="number of machines; default: as many GPUs as the degrees need, and in whole machines if FSDP takes the rest",
-    )
-    parser.add_argument("--hardware", type=Path, metavar="FILE", help="TOML file with GPUs of your own")
+    add_machine_options(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -51,27 +43,16 @@ def main(argv: list[str]) -> int:
     """
     options, job_arguments = parser().parse_known_args(argv)
     job = load_job(job_arguments, "estimate")
-    from titanplans.foresight.hardware import find_gpu
     from titanplans.foresight.processes import forecast_in_process, rehearsing
-    from titanplans.training.job.resolve import data_parallel_degree, fewest_processes
 
-    gpu = find_gpu(options.gpu, options.hardware)
-    nodes = None if options.nodes is None else from_text(options.nodes, PositiveInt, "--nodes")
-    if nodes is not None:
-        world_size = nodes * gpu.gpus_per_node
-    elif job.parallelism.shard_degree == -1:
-        world_size = math.lcm(fewest_processes(job), gpu.gpus_per_node)
-    else:
-        world_size = fewest_processes(job)
-    data_parallel_degree(job, world_size)  # refuses degrees that don't multiply to it
+    gpu = gpu_of(options)
+    world_size = world_size_of(job, options, gpu)
     began = time.monotonic()
     with rehearsing(gpu) as pool:
         forecast, assumptions = pool.submit(forecast_in_process, job, world_size, gpu).result()
     expandable = has_expandable_segments()
-    retries = forecast.retries(expandable)
-    fits = retries is not None
     if options.json:
-        print(json.dumps(_as_json(forecast, assumptions, expandable), indent=2))
+        print(json.dumps(as_json(forecast, assumptions, expandable), indent=2))
     else:
         t = job.training
         print(
@@ -79,19 +60,11 @@ def main(argv: list[str]) -> int:
         )
         for rank in forecast.ranks:
             of = f"stage {rank.stage}" if len(forecast.ranks) > 1 else "a rank"
-            print("\n".join(_lines(rank.memory, f"memory of {of}", expandable)))
-        needed = forecast.reserved(expandable)
-        limit = f"{gpu.memory_gib:.1f} - {gpu.outside_gib:.1f} for CUDA and NCCL"
-        if retries:
-            print(
-                f"fits, barely: the allocator would reserve {gib(needed)} GiB of {limit}; it returns unused memory to the "
-                f"GPU {counted(retries, 'time')} in two steps, which is slow"
-            )
-        else:
-            print(f"{'fits' if fits else 'does not fit'}: {gib(needed)} GiB of {limit}")
-        print("\n".join([*_lines_of_time(forecast), *assumptions]))
+            print("\n".join(lines_of_memory(rank.memory, f"memory of {of}", expandable)))
+        print(verdict(forecast, expandable))
+        print("\n".join([*_lines_of_time(forecast), summary_of_time(forecast), *assumptions]))
         print(f"{time.monotonic() - began:.0f} s", file=sys.stderr)
-    return 0 if fits else 1
+    return 0 if forecast.retries(expandable) is not None else 1
 
 
 def has_expandable_segments() -> bool:
@@ -99,7 +72,8 @@ def has_expandable_segments() -> bool:
     return any("expandable_segments:true" in os.environ.get(name, "").lower() for name in _SETTINGS)
 
 
-def _lines(forecast: "MemoryForecast", title: str, expandable: bool) -> list[str]:
+def lines_of_memory(forecast: "MemoryForecast", title: str, expandable: bool) -> list[str]:
+    """Return a table of the memory of a rank, by part."""
     from titanplans.foresight.memory import PARTS
 
     rows = [(title, "GiB", "")]
@@ -127,12 +101,28 @@ def _lines_of_time(forecast: "Forecast") -> list[str]:
             if seconds >= 5e-4:
                 rows.append((part, f"{seconds * 1e3:,.0f}", meaning + note))
         lines += columns([*rows, ("sum", f"{forecast.seconds * 1e3:,.0f}", "")], right={1})
+    return lines
+
+
+def summary_of_time(forecast: "Forecast") -> str:
+    """Return a line with the time of a step, tokens/s and MFU."""
     idle = f", {forecast.idle:.0%} of it idle in the pipeline" if forecast.idle else ""
-    lines.append(
+    return (
         f"{forecast.seconds:.2f} s a step{idle}: {forecast.tokens_per_second:,.0f} tokens/s a GPU, "
         f"{forecast.mfu:.0%} MFU"
     )
-    return lines
+
+
+def verdict(forecast: "Forecast", expandable: bool) -> str:
+    """Return a line that says whether the job fits into the memory of the GPU."""
+    gpu, needed, retries = forecast.gpu, gib(forecast.reserved(expandable)), forecast.retries(expandable)
+    limit = f"{gpu.memory_gib:.1f} - {gpu.outside_gib:.1f} for CUDA and NCCL"
+    if retries:
+        return (
+            f"fits, barely: the allocator would reserve {needed} GiB of {limit}; it returns unused memory to the GPU "
+            f"{counted(retries, 'time')} in two steps, which is slow"
+        )
+    return f"{'does not fit' if retries is None else 'fits'}: {needed} GiB of {limit}"
 
 
 def gib(size: int) -> str:
@@ -140,7 +130,8 @@ def gib(size: int) -> str:
     return f"{size / 2**30:.2f}"
 
 
-def _as_json(forecast: "Forecast", assumptions: list[str], expandable: bool) -> dict[str, Any]:
+def as_json(forecast: "Forecast", assumptions: list[str], expandable: bool) -> dict[str, Any]:
+    """Return a forecast as plain dicts, lists and numbers."""
     stages = [
         {
             "stage": rank.stage,

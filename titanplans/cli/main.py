@@ -5,6 +5,7 @@
     titanplans verify gla                            # prove a plan, on a CPU
     titanplans verify my_plans:MyPlan --model my_models:build
     titanplans derive exaone4                        # write a plan and prove it
+    titanplans explain configs/gla_7B.toml           # how it is split
     titanplans estimate configs/gla_7B.toml --gpu H100   # its memory and time
     titanplans fit configs/gla_7B.toml --gpus 64xH100    # its fastest layouts
     titanplans data configs/gla_debug.toml           # what its model will see
@@ -45,6 +46,7 @@ COMMANDS = {
     "evaluate": "cli.evaluate",
     "verify": "cli.verify.main",
     "derive": "cli.derive",
+    "explain": "cli.explain",
     "estimate": "cli.estimate",
     "fit": "cli.fit",
     "data": "cli.data",

@@ -14,10 +14,15 @@ from titanplans.config.translate import CONVERTERS, ParsedKeys, refuse_or_note
 from titanplans.errors import ConfigError, ModelError, OptionError
 
 
-def load_job(argv: list[str], command: str = "train") -> JobConfig:
+def load_job(argv: list[str], command: str = "train", *, accepts_model: bool = False) -> JobConfig:
     """Return the job of a command line without the program's name and `command`.
 
     With `--help` or `--print-config`, print on rank 0, and end the process with status 0.
+
+    Args:
+        argv: the command line.
+        command: is named in errors.
+        accepts_model: a registered model may be named instead of a file. Its job is split over two tensor-parallel ranks.
 
     Raises:
         ConfigError: the job can't be read, contradicts itself, or names a model or flavor that does not exist.
@@ -31,7 +36,10 @@ def load_job(argv: list[str], command: str = "train") -> JobConfig:
             f"no job file given: titanplans {command} JOB.toml [--section.key value ...], see --help"
         )
     parsed = ParsedKeys()
-    parsed.add_tables(read_toml(Path(name)), KeyInFile(name, Path(name)))
+    if accepts_model and not name.endswith(".toml") and not os.path.exists(name):
+        options = [("model.name", name), ("parallelism.tensor_parallel_degree", "2"), *options]
+    else:
+        parsed.add_tables(read_toml(Path(name)), KeyInFile(name, Path(name)))
     parsed.add_options(options)
     job = _resolve(parsed)
     if "print" in flags:

@@ -1,6 +1,7 @@
 """`forecast`: the memory and the time of a step of a job on GPUs, before there are GPUs. Start here."""
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -12,7 +13,7 @@ from titanplans.foresight.depth import Depth, kinds_of
 from titanplans.foresight.hardware import Gpu
 from titanplans.foresight.memory import BlocksDiffer, MemoryForecast, memory_of
 from titanplans.foresight.pipeline import Crossing
-from titanplans.foresight.rehearsal import refuse_options, rehearse
+from titanplans.foresight.rehearsal import Observer, refuse_options, rehearse
 from titanplans.foresight.time import TimeForecast, time_of
 from titanplans.parallel.activation_checkpoint import check_activation_checkpointing
 from titanplans.parallel.pipeline.timeline import timeline
@@ -73,26 +74,37 @@ class Forecast:
         return None if any(each.is_out_of_memory for each in on_gpu) else max(each.retries for each in on_gpu)
 
 
-def forecast(job: JobConfig, world_size: int, gpu: Gpu) -> Forecast:
+Observe = Callable[[int, Depth], Observer]
+"""Returns an observer for the rehearsal of a pipeline stage, of which `Depth` has a part of the blocks."""
+
+
+def forecast(job: JobConfig, world_size: int, gpu: Gpu, observe: Observe | None = None) -> Forecast:
     """Rehearse `job` on one rank, or with a pipeline on one rank of the first, of a middle and of the last stage.
 
     Args:
         job: a job whose options don't contradict each other.
         world_size: the number of ranks.
         gpu: the GPUs.
+        observe: is called before each rehearsal. Some models are rehearsed twice, and then the second rehearsal counts.
 
     Raises:
         UserError: the job's model can't be parallelised as the job says, or can't be rehearsed (see `rehearse`).
     """
     config = resolve.hf_config(job)
     try:
-        return forecast_of(job, config, world_size, gpu)
+        return forecast_of(job, config, world_size, gpu, observe=observe)
     except BlocksDiffer:
-        return forecast_of(job, config, world_size, gpu, every_block=True)
+        return forecast_of(job, config, world_size, gpu, every_block=True, observe=observe)
 
 
 def forecast_of(
-    job: JobConfig, config: PretrainedConfig, world_size: int, gpu: Gpu, *, every_block: bool = False
+    job: JobConfig,
+    config: PretrainedConfig,
+    world_size: int,
+    gpu: Gpu,
+    *,
+    every_block: bool = False,
+    observe: Observe | None = None,
 ) -> Forecast:
     """Return the forecast of a job with a model of `config`; `every_block`: let no block stand for others.
 
@@ -109,7 +121,8 @@ def forecast_of(
     ranks = []
     for stage in sorted({0, stages // 2, stages - 1}):
         rank = stage * world_size // stages
-        rehearsal = rehearse(short_job, config, world_size, rank, depth.removed, crossing)
+        observer = None if observe is None else observe(stage, depth)
+        rehearsal = rehearse(short_job, config, world_size, rank, depth.removed, crossing, observer)
         memory = memory_of(rehearsal, depth, gpu.usable)
         ranks.append(RankForecast(stage, memory, time_of(rehearsal, depth, gpu, batches)))
     seconds, idle = ranks[0].time.seconds, 0.0

@@ -19,6 +19,7 @@ from titanplans.quiet import silence
 
 if TYPE_CHECKING:
     # A new process imports this module before it is silent.
+    from titanplans.foresight.explanation import Explanation
     from titanplans.foresight.forecast import Forecast
     from titanplans.foresight.hardware import Gpu
     from titanplans.plan.degrees import Degrees
@@ -63,6 +64,20 @@ def forecast_in_process(job: JobConfig, world_size: int, gpu: "Gpu") -> "tuple[F
 
     import_custom(job)
     return forecast(job, world_size, gpu), assumptions(job)
+
+
+def explain_in_process(job: JobConfig, world_size: int, gpu: "Gpu") -> "tuple[Explanation, list[str]]":
+    """Return the results of `explain` and of `assumptions`.
+
+    Raises:
+        UserError: as `explain`.
+    """
+    from titanplans.foresight.explanation import explain
+    from titanplans.foresight.forecast import assumptions
+    from titanplans.training.job.checks import import_custom
+
+    import_custom(job)
+    return explain(job, world_size, gpu), assumptions(job)
 
 
 def refusals_in_process(job: JobConfig, degrees: "Sequence[Degrees]") -> list[str | None]:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -71,6 +71,16 @@ class Rehearsal:
         return re.compile(rf"(?:{'|'.join(map(re.escape, names))})(?=\.|$)")
 
 
+class Observer(Protocol):
+    """Looks at the model of a rehearsal, in the process group that exists only during the rehearsal."""
+
+    def begin(self, computation: StepComputation) -> None:
+        """Look at the parallelised model on meta, before the steps. It may get hooks."""
+
+    def end(self, computation: StepComputation, rehearsal: Rehearsal) -> None:
+        """Look at the model on fake tensors and at the record, after the steps."""
+
+
 def rehearse(
     job: JobConfig,
     config: PretrainedConfig,
@@ -78,6 +88,7 @@ def rehearse(
     rank: int = 0,
     removed: Collection[int] = (),
     crossing: Crossing | None = None,
+    observer: Observer | None = None,
 ) -> Rehearsal:
     """Run two steps of `job` on fake tensors, without compile and async tensor parallelism.
 
@@ -88,6 +99,7 @@ def rehearse(
         rank: the rank that is rehearsed.
         removed: the indices of blocks that are left out.
         crossing: with a pipeline, shared by the rehearsals of its ranks, of which that of rank 0 is the first.
+        observer: looks at the model before and after the steps.
 
     Raises:
         ParallelError: the step reads values of tensors.
@@ -105,6 +117,8 @@ def rehearse(
         computation = _Computation(
             job, config, Mesh(degrees_of(job), "cpu"), torch.device("cpu"), removed, crossing
         )
+        if observer is not None:
+            observer.begin(computation)
         with (
             _without_garbage_collection(),
             # transformers reads the positions to find documents that are packed into a sequence. It can't read those of fake
@@ -123,7 +137,10 @@ def rehearse(
                 for optimizer in computation.optimizers
                 for group in optimizer.param_groups
             ]
-    return Rehearsal(record, computation.blocks, parameters)
+        rehearsal = Rehearsal(record, computation.blocks, parameters)
+        if observer is not None:
+            observer.end(computation, rehearsal)
+    return rehearsal
 
 
 @contextmanager

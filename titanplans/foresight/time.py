@@ -74,17 +74,23 @@ def time_of(rehearsal: Rehearsal, depth: Depth, gpu: Gpu, batches: int = 1) -> T
     clocks, rehearsed = _Clocks(gpu), min(batches, BATCHES)
     update = _scale_of_update(rehearsal, depth)
     for segment, operation in _operations(rehearsal, depth):
-        # One batch between the first and the last is rehearsed, and stands for all of them.
         if segment.kind in _UPDATE:
             # The norm of all gradients is one number.
             scale = update if operation.work.collective is None else 1
-        elif segment.action is not None:
-            scale = batches / rehearsed
         else:
-            scale = batches - rehearsed + 1 if segment.batch == 1 else 1
+            scale = scale_of_batch(segment, batches)
         clocks.run(operation, segment, scale)
     actions = {action: seconds / rehearsed for action, seconds in clocks.actions.items()}
     return TimeForecast(dict(clocks.parts), clocks.fsdp_seconds, actions)
+
+
+def scale_of_batch(segment: Segment, batches: int) -> float:
+    """Return how often an operator of a rehearsed batch runs in a step that accumulates the gradients of `batches`."""
+    rehearsed = min(batches, BATCHES)
+    if segment.action is not None:
+        return batches / rehearsed
+    # One batch between the first and the last is rehearsed, and stands for all of them.
+    return batches - rehearsed + 1 if segment.batch == 1 else 1
 
 
 def _operations(rehearsal: Rehearsal, depth: Depth) -> Iterator[tuple[Segment, Operation]]:
@@ -135,16 +141,19 @@ class _Clocks:
         if operation.is_fsdp and (operation.stream or work.collective is not None):
             self._run_fsdp(work.collective, seconds, scale)
         else:
-            if operation.is_fsdp and "split_with_sizes_copy" in work.operator and self.gathers:
+            self._wait(self.host, FOR_HOST, scale)
+            is_copy_out = operation.is_fsdp and "split_with_sizes_copy" in work.operator
+            if is_copy_out and self.gathers:
                 self._wait(self.gathers.pop(0), FOR_FSDP, scale)
             if segment.kind in _UPDATE:
                 self._wait(self.fsdp, FOR_FSDP, 1)
-            self._wait(self.host, FOR_HOST, scale)
             self.default += seconds
             if segment.kind in _UPDATE:
                 part = UPDATE
             elif operation.is_fsdp:
-                part, self.copied_out = COPIES, self.default
+                part = COPIES
+                if is_copy_out:
+                    self.copied_out = self.default
             else:
                 part = part_of(work)
             self.parts[part] += seconds * scale

@@ -69,6 +69,7 @@ class Operation(NamedTuple):
     """When it runs."""
     module: str | None
     """The module that runs; None: none of the model's."""
+    phase: Phase
     is_fsdp: bool
     """Issued while FSDP2 gathers parameters or reduces gradients."""
 
@@ -138,8 +139,10 @@ class StorageRecord:
 
     def operate(self, work: Work) -> None:
         """Note an operator's work."""
-        module, _ = self.places.now()
-        self.operations.append(Operation(work, self._stream(), self.segment, module, self.places.in_unit))
+        module, phase = self.places.now()
+        self.operations.append(
+            Operation(work, self._stream(), self.segment, module, phase, self.places.in_unit)
+        )
 
     def allocate(self, tensor: torch.Tensor, operator: str, at: int, of: int) -> None:
         """Note the storage of an operator's output, if it is new."""

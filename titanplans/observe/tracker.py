@@ -51,7 +51,8 @@ class ModuleTracker:
         # they are.
         self._has_buckets = isinstance(model, DDP)
         self._stack: list[str] = []
-        self._units: list[str] = []
+        # The FSDP modules that gather or reduce now, and whether they reduce.
+        self._units: list[tuple[str, bool]] = []
         self._outside: Phase = "forward"
         self._logging = False
         self._numbers: list[int] = []
@@ -67,7 +68,9 @@ class ModuleTracker:
         if self._logging:
             return None, "log"
         if self._units:
-            return self._units[-1], "backward" if backward else "forward"
+            # A pipeline's schedule reduces gradients after the backward.
+            name, reduces = self._units[-1]
+            return name, "backward" if backward or reduces else "forward"
         if self._stack:
             return self._stack[-1], "recomputed" if backward else "forward"
         if backward:
@@ -126,8 +129,8 @@ def follow(model: nn.Module, stack: ExitStack) -> ModuleTracker:
         call = plain_call(module) if compiled is None else compiled
         _wrap(stack, module, COMPILED_CALL, call, enter, places.leave)
     for name, unit in fsdp_units(model):
-        enter = partial(places._units.append, name)
-        for method in ("unshard", "post_backward"):
+        for method in ("unshard", "wait_for_unshard", "post_backward"):
+            enter = partial(places._units.append, (name, method == "post_backward"))
             _wrap(stack, unit, method, getattr(unit, method), enter, places._units.pop)
     return places
 

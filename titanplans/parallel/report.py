@@ -9,8 +9,9 @@ The training loop writes the report to a file; `titanplans.observe.summary` form
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -159,9 +160,7 @@ class ParallelismReport:
 
     def _communication(self, record: CollectiveRecord) -> dict[str, Any]:
         """The step's communication: total (`step`), by kind of block (`blocks`), and by other module (`other_modules`)."""
-        groups = {name: _ranks(mesh) for name, mesh in self._named_meshes()}
-        groups["world"] = tuple(range(dist.get_world_size()))
-        every_step = [(c, self._group(c, groups)) for c in record.collectives if c.phase != "log"]
+        every_step = [(c, self.mesh_of(c)) for c in record.collectives if c.phase != "log"]
         step: dict[str, Any] = _sums(c for c, _ in every_step)
         for key in ("group", "phase", "operation"):
             by_value: dict[str, list[Collective]] = {}
@@ -185,8 +184,13 @@ class ParallelismReport:
         others = [{"name": name, "collectives": _count_equal(issued)} for name, issued in by_module.items()]
         return {"step": step, "blocks": kinds, "other_modules": others}
 
-    def _group(self, collective: Collective, groups: Mapping[str, tuple[int, ...]]) -> str:
-        """The name of the mesh that `collective` communicates over; if several meshes have the same ranks, the most likely
+    @cached_property
+    def _groups(self) -> dict[str, tuple[int, ...]]:
+        groups = {name: _ranks(mesh) for name, mesh in self._named_meshes()}
+        return groups | {"world": tuple(range(dist.get_world_size()))}
+
+    def mesh_of(self, collective: Collective) -> str:
+        """Return the name of the mesh that `collective` communicates over; if several have its ranks, the most likely
         one."""
         experts = (self.values["expert_parallel"] or {}).get("experts", ())
         in_experts = any(f"{collective.module}.".startswith(f"{name}.") for name in experts)
@@ -196,7 +200,7 @@ class ParallelismReport:
             collective.module is None and collective.operation != "all_to_all"
         )
         order = [*_DATA_MESHES, *model_meshes] if is_data_parallel else [*model_meshes, *_DATA_MESHES]
-        named = {name: groups[name] for name in (*order, "world") if name in groups}
+        named = {name: self._groups[name] for name in (*order, "world") if name in self._groups}
         ranks = set(collective.group)
         return next((name for name, members in named.items() if ranks == set(members)), None) or next(
             f"part of {name}" for name, members in named.items() if ranks <= set(members)
