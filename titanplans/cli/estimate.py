@@ -67,6 +67,7 @@ def main(argv: list[str]) -> int:
     began = time.monotonic()
     with rehearsing(gpu) as pool:
         forecast, assumptions = pool.submit(forecast_in_process, job, world_size, gpu).result()
+    assumptions += forecast.notes
     expandable = has_expandable_segments()
     retries = forecast.retries(expandable)
     fits = retries is not None

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 import torch.fx
 
-from titanplans.observe.operators import NAMESPACES
+from titanplans.config import Compile
 from titanplans.observe.storages import StorageRecord
 from titanplans.observe.work import Work
 from titanplans.torch_private.compile import (
     boxed,
+    dynamo_errors,
     functorch_config,
     fusible_operators,
     inductor_config,
@@ -30,16 +31,43 @@ from titanplans.torch_private.compile import (
 from titanplans.torch_private.dispatch import OpOverload, schema, tree_leaves
 
 BACKEND = "titanplans_rehearsal"
-"""The name of the backend of torch.compile that `rehearse_compiled` registers."""
+"""The name of the backend of torch.compile that a rehearsal takes instead of the job's."""
+_MODELLED = "inductor"
 FUSED = "inductor::fused"
 """The name of the operator in the `Work` of a kernel that computes fused operators."""
 
 _record: StorageRecord | None = None
 
 
+class NotTraced(Exception):
+    """A job's compiled functions can't be rehearsed; the message says why, and the job can be rehearsed without compile."""
+
+
+def is_modelled(options: Compile) -> bool:
+    """Whether compiled functions of a job with these options are rehearsed as such: only Inductor's rules are known."""
+    return options.enable and options.backend == _MODELLED
+
+
+def rehearsed_options(options: Compile) -> Compile:
+    """Return the options of a rehearsal: without compile unless `is_modelled`, and without it for the optimizer's step.
+
+    A compiled step of an optimizer refuses parameters on a CPU.
+    """
+    components = tuple(each for each in options.components if each != "optimizer")
+    if not is_modelled(options) or not components:
+        return options.replace(enable=False)
+    register_backend(BACKEND, _compile)
+    # The shapes of a rehearsal do not change.
+    return options.replace(backend=BACKEND, components=components, mode=None, options=None, dynamic=False)
+
+
 @contextmanager
 def rehearse_compiled(record: StorageRecord) -> Iterator[None]:
-    """In the body, let functions that are compiled with `BACKEND` note their memory and kernels in `record`."""
+    """In the body, let functions that are compiled with `rehearsed_options` note their memory and kernels in `record`.
+
+    Raises:
+        NotTraced: the compiler has failed.
+    """
     global _record
     _record, before = record, _record
     # Compiled code has the sizes and the process groups of an earlier rehearsal.
@@ -50,14 +78,17 @@ def rehearse_compiled(record: StorageRecord) -> Iterator[None]:
             inductor_config().patch(fx_graph_cache=False),
         ):
             yield
+    except dynamo_errors().TorchDynamoException as error:
+        cause = getattr(error, "inner_exception", error)
+        raise cause if isinstance(cause, NotTraced) else _not_traced(cause) from error
     finally:
         _record = before
         torch.compiler.reset()
 
 
-def prepare() -> None:
-    """Make `BACKEND` known to torch.compile."""
-    register_backend(BACKEND, _compile)
+def _not_traced(error: BaseException) -> NotTraced:
+    lines = str(error).strip().splitlines() or [""]
+    return NotTraced(f"{type(error).__name__}: {lines[0]}")
 
 
 def _compile(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -70,12 +101,16 @@ def _finish(module: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any)
     stages = inductor_stages()
     # The backward is compiled when it first runs, and the compiler's tensors are not the job's.
     with _record.paused(), torch.no_grad():
-        stages.view_to_reshape(module)  # as Inductor does before its passes
-        fake = stages.fake_tensor_prop(module, list(inputs))
-        with stages.V.set_fake_mode(fake):
-            stages.post_grad_passes(module, is_inference=options.get("is_inference", False))
-            stages.fake_tensor_prop(module, list(inputs))  # for what the passes have inserted
-    return boxed(CompiledGraph(module))
+        try:
+            stages.view_to_reshape(module)  # as Inductor does before its passes
+            fake = stages.fake_tensor_prop(module, list(inputs))
+            with stages.V.set_fake_mode(fake):
+                stages.post_grad_passes(module, is_inference=options.get("is_inference", False))
+                stages.fake_tensor_prop(module, list(inputs))  # for what the passes have inserted
+            graph = CompiledGraph(module)
+        except Exception as error:  # the compiler of the backward is called by autograd, which adds nothing to its errors
+            raise _not_traced(error) from error
+    return boxed(graph)
 
 
 @dataclass(eq=False)
@@ -271,7 +306,9 @@ class CompiledGraph:
                     for dropped in self.members[root]:
                         values.pop(dropped, None)
                     break
-            record.allocate(result, f"inductor::{node.name}", 0, 1)
+            outputs = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+            for index, output in enumerate(outputs):
+                record.allocate(output, f"{FUSED}: {node.name}", index, len(outputs))
 
 
 def _aliased(node: torch.fx.Node) -> torch.fx.Node | None:

@@ -81,7 +81,7 @@ def rehearse(
     removed: Collection[int] = (),
     crossing: Crossing | None = None,
 ) -> Rehearsal:
-    """Run two steps of `job` on fake tensors, without compile and async tensor parallelism.
+    """Run two steps of `job` on fake tensors, without async tensor parallelism.
 
     Args:
         job: a checked job that `refuse_options` does not refuse.
@@ -93,18 +93,17 @@ def rehearse(
 
     Raises:
         ParallelError: the step reads values of tensors.
+        NotTraced: the job is compiled, and can only be rehearsed without compile.
         UserError: as `parallelize`.
     """
     job = job.model_copy(
         update={
-            "compile": job.compile.replace(backend=compiled.BACKEND, mode=None, options=None, dynamic=False),
+            "compile": compiled.rehearsed_options(job.compile),
             "parallelism": job.parallelism.replace(
                 enable_async_tensor_parallel=False, enable_fsdp_symm_mem=False
             ),
         }
     )
-    if job.compile.enable:
-        compiled.prepare()
     with _fake_group(world_size, rank):
         computation = _Computation(
             job, config, Mesh(degrees_of(job), "cpu"), torch.device("cpu"), removed, crossing
