@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.fx
+from torch.utils.flop_counter import flop_registry
 
 from titanplans.config import Compile
 from titanplans.observe.storages import StorageRecord
@@ -22,9 +23,9 @@ from titanplans.torch_private.compile import (
     boxed,
     dynamo_errors,
     functorch_config,
-    fusible_operators,
     inductor_config,
     inductor_stages,
+    lowered_operators,
     realization_limits,
     register_backend,
 )
@@ -35,6 +36,9 @@ BACKEND = "titanplans_rehearsal"
 _MODELLED = "inductor"
 FUSED = "inductor::fused"
 """The name of the operator in the `Work` of a kernel that computes fused operators."""
+
+_LIBRARY = frozenset(("sort", "topk", "kthvalue", "mode", "median"))
+"""Operators that Inductor computes in a kernel of its own only for short dimensions."""
 
 _record: StorageRecord | None = None
 
@@ -142,7 +146,8 @@ class CompiledGraph:
         self.module = module
         self.nodes = list(module.graph.nodes)
         self.position = {node: index for index, node in enumerate(self.nodes)}
-        fusible = fusible_operators() - {operator.getitem}
+        lowered = lowered_operators()
+        fusible = {node.target for node in self.nodes if node.target in lowered and _is_fusible(node.target)}
         self.root: dict[torch.fx.Node, torch.fx.Node] = {}
         """By node, the node whose memory its result has: for a view that of the tensor, for all others themselves."""
         self.members: dict[torch.fx.Node, list[torch.fx.Node]] = defaultdict(list)
@@ -309,6 +314,16 @@ class CompiledGraph:
             outputs = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
             for index, output in enumerate(outputs):
                 record.allocate(output, f"{FUSED}: {node.name}", index, len(outputs))
+
+
+def _is_fusible(target: Any) -> bool:
+    """Whether an operator that Inductor lowers is never a call of a library's kernel."""
+    if not isinstance(target, OpOverload):
+        return False
+    namespace, _, name = schema(target).name.partition("::")
+    if namespace not in ("aten", "prims") or name in _LIBRARY or "mm" in name:
+        return False
+    return target.overloadpacket not in flop_registry
 
 
 def _aliased(node: torch.fx.Node) -> torch.fx.Node | None:

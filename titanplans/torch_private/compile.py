@@ -218,8 +218,11 @@ def boxed(function: Any) -> Any:
     return function
 
 
-def fusible_operators() -> set[Any]:
-    """Return the operators that Inductor computes in kernels of its own, where it can fuse them with others."""
+def lowered_operators() -> set[Any]:
+    """Return the operators that Inductor computes itself, and does not call, and whose inputs it does not write to memory.
+
+    Some of them are products or collectives, which it calls after all.
+    """
     from torch._inductor.lowering import fallbacks, lowerings, needs_realized_inputs
 
     return set(lowerings) - set(fallbacks) - set(needs_realized_inputs)
