@@ -111,7 +111,11 @@ def result_of(run: dict[str, str]) -> Result:
                 components='["model", "loss"]' if "compiled loss" in run["note"] else '["model"]',
                 reshard="never" if "SHARD_GRAD_OP" in run["note"] else "always",
             )
-            + ("" if run["float8"] == "0" else FLOAT8.format(gather=str("all-gather" in run["float8"]).lower()))
+            + (
+                ""
+                if run["float8"] == "0"
+                else FLOAT8.format(gather=str("all-gather" in run["float8"]).lower())
+            )
         )
         job = load_job([str(file)])
     result = forecast_of(job, config_of(run), int(run["gpus"]), gpu_of(run["gpu"]))
@@ -184,7 +188,9 @@ def summary(errors: Iterable[float]) -> str:
 def title(run: dict[str, str]) -> str:
     settings = [run["precision"]]
     settings += ["compiled"] if is_compiled(run) else []
-    settings += [] if run["float8"] == "0" else ["float8" + (" gathers" if "all-gather" in run["float8"] else "")]
+    settings += (
+        [] if run["float8"] == "0" else ["float8" + (" gathers" if "all-gather" in run["float8"] else "")]
+    )
     return (
         f"{run['model']} | {run['gpus']} {run['gpu']} | {run['local_batch']} x {int(run['seq']):,} | {run['accum']} | "
         f"{run['ac']} | {', '.join(settings)}"
@@ -192,7 +198,9 @@ def title(run: dict[str, str]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--compiled", action="store_true", help="print only the rows of compiled runs")
     only_compiled = parser.parse_args().compiled
     with RUNS.open() as file:
@@ -275,8 +283,8 @@ What had to be assumed:
   A100. The bandwidth of memory is 85 % of the data sheet's: these runs do not tell it from the rest.
 - Two rows contradict their neighbours: MPT 1B on 32 A100-40GB (15,555 tokens/s; 19,085 on 16 and 19,001 on 64), and MPT 760M
   with sequences of 512 on A100-80GB, slower than with 2,048 (all other sizes are faster). They count like the others.
-- torchtitan's model is computed as that of transformers, which rotates queries and keys in another way. Its last Linear is not in
-  float8, and its loss is compiled only where the source says so.
+- torchtitan's model is computed as that of transformers, which rotates queries and keys in another way. Its last Linear is
+  not in float8, and its loss is compiled only where the source says so.
 - Whether torchtitan's runs had expandable segments is not published.
 
 Nothing is published for linear attention, mixtures, context parallelism or pipelines."""

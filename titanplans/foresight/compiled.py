@@ -1,16 +1,16 @@
-"""`rehearse_compiled`: torch.compile for rehearsals. Inductor's graphs run on fake tensors, with the memory and kernels of a GPU.
+"""`rehearse_compiled`: compiled functions in a rehearsal, with the memory and the kernels that they have on a GPU.
 
-Dynamo, AOTAutograd, its partitioner and Inductor's passes are those of a job, so a graph has the operators that a job's graph
-has, and what the forward keeps for the backward is what a job keeps. Only Inductor's last stage, which makes kernels of
-operators, is replaced: it needs a GPU. `CompiledGraph` says which operators are fused, by Inductor's rules.
+Dynamo, AOTAutograd with its partitioner, and Inductor's passes run as in a job. So a graph has the operators of the job's
+graph, and the forward keeps what the job's forward keeps. Inductor's last stage, which generates kernels, is replaced by
+`CompiledGraph`: it runs the graph on fake tensors, and decides by Inductor's rules which operators are fused.
 """
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.fx
@@ -29,7 +29,13 @@ from titanplans.torch_private.compile import (
     realization_limits,
     register_backend,
 )
-from titanplans.torch_private.dispatch import OpOverload, schema, tree_leaves
+from titanplans.torch_private.dispatch import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    OpOverload,
+    schema,
+    tree_leaves,
+)
 
 BACKEND = "titanplans_rehearsal"
 """The name of the backend of torch.compile that a rehearsal takes instead of the job's."""
@@ -112,7 +118,9 @@ def _finish(module: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any)
                 stages.post_grad_passes(module, is_inference=options.get("is_inference", False))
                 stages.fake_tensor_prop(module, list(inputs))  # for what the passes have inserted
             graph = CompiledGraph(module)
-        except Exception as error:  # the compiler of the backward is called by autograd, which adds nothing to its errors
+        except (
+            Exception
+        ) as error:  # the compiler of the backward is called by autograd, which adds nothing to its errors
             raise _not_traced(error) from error
     return boxed(graph)
 
@@ -132,11 +140,13 @@ class _Kernel:
 class CompiledGraph:
     """A graph of Inductor that runs on fake tensors.
 
-    An operator is external (a product, attention, a collective, a kernel of another library), a view, or fused. The result of
-    a fused operator is a buffer if an external operator or the graph's output reads it, if it is a reduction, or if it is used
-    several times and costs too much to compute again. Other results are part of the expressions of their users. Kernels are
-    buffers that Inductor's scheduler fuses: they read the same tensors or each other, iterate over the same elements, and no
-    external operator is between them. A buffer that only its own kernel uses takes no memory.
+    Three kinds of operators: external ones (products, attention, collectives, kernels of other libraries), views, and fused
+    ones. The result of a fused operator is a buffer if an external operator or the graph's output reads it, if it is a
+    reduction, or if it is used several times and costs too much to compute again. Any other result is a part of the
+    expressions that use it.
+
+    Kernels are sets of buffers that Inductor's scheduler fuses: they read the same tensors or each other, iterate over the
+    same elements, and no external operator is between them. A buffer that only its own kernel uses takes no memory.
 
     Args:
         module: the graph after Inductor's passes, with the fake tensors of its nodes.
@@ -198,7 +208,9 @@ class CompiledGraph:
                 else:
                     reads.add(source)
             self.reads[node], operators[node] = reads, count
-            users = [user for member in self.members[node] for user in member.users if not self._is_view(user)]
+            users = [
+                user for member in self.members[node] for user in member.users if not self._is_view(user)
+            ]
             if (
                 node in written
                 or _writes(node)
@@ -270,43 +282,49 @@ class CompiledGraph:
             for source in (*node.all_input_nodes, *(self.reads[node] if node in self.buffers else ())):
                 last[self.root[source]] = node
             last.setdefault(self.root[node], node)
-        freed = defaultdict(list)
+        freed: dict[torch.fx.Node, list[torch.fx.Node]] = defaultdict(list)
         for root, node in last.items():
             freed[node] += self.members[root]
-        return freed
+        return dict(freed)
 
     def __call__(self, args: list[Any]) -> Any:
         """Return the graph's outputs for its inputs, which are taken out of the list, so that they are freed when used."""
         assert _record is not None
         values: dict[torch.fx.Node, Any] = {}
-        inputs = iter(list(args))
+        inputs = args[::-1]
         args.clear()
         for node in self.nodes:
             if node.op == "placeholder":
-                values[node] = next(inputs)
+                values[node] = inputs.pop()
             elif node.op == "get_attr":
                 values[node] = getattr(self.module, str(node.target))
             elif node.op == "output":
                 return torch.fx.node.map_arg(node.args[0], values.__getitem__)
             else:
-                self._compute(node, values, _record)
+                try:
+                    self._compute(node, values, _record)
+                except (DataDependentOutputException, DynamicOutputShapeException):
+                    raise
+                except Exception as error:
+                    raise _not_traced(error) from error
             if node in self.launches:
                 _record.operate(self.launches[node])
-            for dropped in self.freed[node]:
+            for dropped in self.freed.get(node, ()):
                 values.pop(dropped, None)
         raise AssertionError("a graph has an output")
 
     def _compute(self, node: torch.fx.Node, values: dict[torch.fx.Node, Any], record: StorageRecord) -> None:
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+        target = cast(Callable[..., Any], node.target)
         if self._is_external(node):
-            values[node] = node.target(*args, **kwargs)
+            values[node] = target(*args, **kwargs)
             return
         with record.paused():
-            result = values[node] = node.target(*args, **kwargs)
+            result = values[node] = target(*args, **kwargs)
         del args, kwargs
         if node in self.in_memory:
             # A kernel writes into one of its inputs, if nothing else uses it.
-            for root in self.freed[node]:
+            for root in self.freed.get(node, ()):
                 if root in self.members and root.op != "placeholder" and _bytes(root) == _bytes(node):
                     for dropped in self.members[root]:
                         values.pop(dropped, None)
@@ -332,9 +350,13 @@ def _aliased(node: torch.fx.Node) -> torch.fx.Node | None:
         return None
     declared = schema(node.target)
     if declared.name.endswith("::wait_tensor"):
-        return node.args[0]
+        return node.all_input_nodes[0]
     for value, argument in zip(node.args, declared.arguments, strict=False):
-        if argument.alias_info is not None and declared.returns and declared.returns[0].alias_info is not None:
+        if (
+            argument.alias_info is not None
+            and declared.returns
+            and declared.returns[0].alias_info is not None
+        ):
             return value if isinstance(value, torch.fx.Node) else None
     return None
 

@@ -25,7 +25,6 @@ from titanplans.training.job import resolve
 from titanplans.training.pipeline.stage import starts_of_stages
 from titanplans.training.trainer import documents
 
-
 _WITHOUT_COMPILE = "these are the numbers without it"
 
 

@@ -248,5 +248,7 @@ def realization_limits() -> RealizationLimits:
         return getattr(config, f"_{name}_default") if value is None else value
 
     return RealizationLimits(
-        config.realize_reads_threshold, limit("realize_acc_reads_threshold"), limit("realize_opcount_threshold")
+        config.realize_reads_threshold,
+        limit("realize_acc_reads_threshold"),
+        limit("realize_opcount_threshold"),
     )
