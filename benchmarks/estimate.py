@@ -81,7 +81,10 @@ class Result(NamedTuple):
 
 
 def is_comparable(run: dict[str, str]) -> bool:
-    """Whether titanplans can run the job: it refuses compiled blocks that are split and recompute attention."""
+    """Whether titanplans has such a job: its float8 is torchao's, and it refuses compiled blocks that are split by tensor
+    parallelism and recompute attention."""
+    if run["source"].startswith(FITTED_WITH) and run["float8"] != "0":
+        return False
     return not (is_compiled(run) and int(run["tp"]) > 1 and run["ac"] == "full")
 
 
@@ -269,8 +272,9 @@ RULE = "|---|---|---|--:|---|---|"
 HEAD = """# Forecasts and published runs
 
 `benchmarks/estimate.py` wrote this page. Of {runs} published runs (benchmarks/published_runs.tsv, with their sources), the
-{comparable} that titanplans can run are compared: those of LLM Foundry and of torchtitan. It refuses the other two:
-compiled blocks that are split by tensor parallelism and recompute attention.
+{comparable} that titanplans has a job for are compared: those of LLM Foundry without float8, which it computes with another
+library, and those of torchtitan, except for two whose blocks are compiled, split by tensor parallelism, and recompute attention:
+titanplans refuses such jobs.
 
 What had to be assumed:
 

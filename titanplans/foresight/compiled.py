@@ -264,15 +264,15 @@ class CompiledGraph:
         return {node for node in self.buffers if node in used and not _writes(node)}
 
     def _work(self, kernel: _Kernel) -> Work:
-        largest, read = max(kernel.sizes), dict[torch.fx.Node, int]()
+        largest, read_bytes = max(kernel.sizes), dict[torch.fx.Node, int]()
         for source in kernel.reads:
             root = self.root[source]
             if root not in kernel.stores:
                 # A lookup reads as many elements as it returns.
                 size = min(source.meta["val"].numel(), largest) * source.meta["val"].element_size()
-                read[root] = min(read.get(root, 0) + size, _bytes(root))
-        stored = sum(_bytes(node) for node in kernel.stores if node in self.in_memory or _writes(node))
-        return Work(FUSED, 0, sum(read.values()) + stored, None)
+                read_bytes[root] = min(read_bytes.get(root, 0) + size, _bytes(root))
+        stored_bytes = sum(_bytes(node) for node in kernel.stores if node in self.in_memory or _writes(node))
+        return Work(FUSED, 0, sum(read_bytes.values()) + stored_bytes, None)
 
     def _find_frees(self) -> dict[torch.fx.Node, list[torch.fx.Node]]:
         """Return the nodes whose tensors are dropped after a node."""
