@@ -273,8 +273,8 @@ HEAD = """# Forecasts and published runs
 
 `benchmarks/estimate.py` wrote this page. Of {runs} published runs (benchmarks/published_runs.tsv, with their sources), the
 {comparable} that titanplans has a job for are compared: those of LLM Foundry without float8, which it computes with another
-library, and those of torchtitan, except for two whose blocks are compiled, split by tensor parallelism, and recompute attention:
-titanplans refuses such jobs.
+library, and those of torchtitan. Two of these are refused by titanplans: their blocks are compiled, split by tensor
+parallelism, and recompute attention.
 
 What had to be assumed:
 
