@@ -1,11 +1,13 @@
 """Compare `titanplans estimate` with published runs, and fit the efficiencies of products and attention of hardware.toml.
 
 python benchmarks/estimate.py > docs/published_runs.md     # 9 minutes on two cores
+python benchmarks/estimate.py --compiled                   # only the rows of compiled runs
 
 The runs and their sources are in published_runs.tsv. The efficiencies are fitted on every second run of LLM Foundry, and
 judged on the others.
 """
 
+import argparse
 import csv
 import statistics
 import tempfile
@@ -40,15 +42,25 @@ seq_len = {seq_len}
 gradient_accumulation_steps = {batches}
 dtype = "{dtype}"
 [optimizer]
-implementation = "foreach"
+implementation = "{optimizer}"
 [loss]
 fused = false
 [activation_checkpoint]
 mode = "{recomputation}"
 selective_ac_option = "{option}"
+[compile]
+enable = {compile}
+components = {components}
 [parallelism]
 tensor_parallel_degree = {tp}
 fsdp_reshard_after_forward = "{reshard}"
+"""
+FLOAT8 = """
+[quantize.linear.float8]
+recipe_name = "tensorwise"
+filter_fqns = ["lm_head"]
+enable_fsdp_float8_all_gather = {gather}
+precompute_float8_dynamic_scale_for_fsdp = {gather}
 """
 
 
@@ -69,8 +81,15 @@ class Result(NamedTuple):
 
 
 def is_comparable(run: dict[str, str]) -> bool:
-    """Whether titanplans can forecast a run: compile and float8 are not modelled."""
-    return run["compile"] == run["float8"] == "0"
+    """Whether titanplans has such a job: its float8 is torchao's, and it refuses compiled blocks that are split by tensor
+    parallelism and recompute attention."""
+    if run["source"].startswith(FITTED_WITH) and run["float8"] != "0":
+        return False
+    return not (is_compiled(run) and int(run["tp"]) > 1 and run["ac"] == "full")
+
+
+def is_compiled(run: dict[str, str]) -> bool:
+    return run["compile"] == "1"
 
 
 def result_of(run: dict[str, str]) -> Result:
@@ -90,7 +109,15 @@ def result_of(run: dict[str, str]) -> Result:
                 recomputation=RECOMPUTATION[run["ac"]],
                 option="2" if run["ac"] == "selective layer" else "op",
                 tp=run["tp"],
+                optimizer="fused" if "fused AdamW" in run["note"] else "foreach",
+                compile=str(is_compiled(run)).lower(),
+                components='["model", "loss"]' if "compiled loss" in run["note"] else '["model"]',
                 reshard="never" if "SHARD_GRAD_OP" in run["note"] else "always",
+            )
+            + (
+                ""
+                if run["float8"] == "0"
+                else FLOAT8.format(gather=str("all-gather" in run["float8"]).lower())
             )
         )
         job = load_job([str(file)])
@@ -162,18 +189,35 @@ def summary(errors: Iterable[float]) -> str:
 
 
 def title(run: dict[str, str]) -> str:
+    settings = [run["precision"]]
+    settings += ["compiled"] if is_compiled(run) else []
+    settings += (
+        [] if run["float8"] == "0" else ["float8" + (" gathers" if "all-gather" in run["float8"] else "")]
+    )
     return (
         f"{run['model']} | {run['gpus']} {run['gpu']} | {run['local_batch']} x {int(run['seq']):,} | {run['accum']} | "
-        f"{run['ac']} | {run['precision']}"
+        f"{run['ac']} | {', '.join(settings)}"
     )
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--compiled", action="store_true", help="print only the rows of compiled runs")
+    only_compiled = parser.parse_args().compiled
     with RUNS.open() as file:
         runs = [run for run in csv.DictReader(file, delimiter="\t")]
-    comparable = [run for run in runs if is_comparable(run)]
+    comparable = [run for run in runs if is_comparable(run) and (is_compiled(run) or not only_compiled)]
     with ProcessPoolExecutor(2, get_context("spawn"), silence) as pool:
         results = list(pool.map(result_of, comparable))
+    if not only_compiled:
+        print_summary(runs, results)
+    print_rows(results)
+
+
+def print_summary(runs: Sequence[dict[str, str]], results: Sequence[Result]) -> None:
+    comparable = [each.run for each in results]
     print(HEAD.format(runs=len(runs), comparable=len(comparable)))
     print("\n## Time, in summary\n\n| | runs | median error | worst |\n|---|--:|--:|--:|")
     fitted = [each for each in results if each.run["source"].startswith(FITTED_WITH)]
@@ -200,9 +244,14 @@ def main() -> None:
         lines.append(
             f"| {kind} | fitted on every second run: products {best.products:.3f}, attention {best.attention:.3f} | | | |"
         )
-    print(f"| torchtitan's runs without compile | {summary(each.error for each in rest)} |")
+    for compiled in (False, True):
+        errors = [each.error for each in rest if is_compiled(each.run) == compiled]
+        print(f"| torchtitan's runs {'with' if compiled else 'without'} compile | {summary(errors)} |")
     print("\nWith one size of model left out of the fit, and judged on it alone:\n")
     print("| | size | runs | median error | worst |\n|---|---|--:|--:|--:|", *lines, sep="\n")
+
+
+def print_rows(results: Sequence[Result]) -> None:
     print(f"\n## Memory, row by row\n\n{COLUMNS} published GiB | forecast | error | expandable segments |")
     print(f"{RULE}--:|--:|--:|--:|")
     for each in results:
@@ -223,7 +272,9 @@ RULE = "|---|---|---|--:|---|---|"
 HEAD = """# Forecasts and published runs
 
 `benchmarks/estimate.py` wrote this page. Of {runs} published runs (benchmarks/published_runs.tsv, with their sources), the
-{comparable} without compile and float8, which are not modelled, are compared: those of LLM Foundry and of torchtitan.
+{comparable} that titanplans has a job for are compared: those of LLM Foundry without float8, which it computes with another
+library, and those of torchtitan. Two of these are refused by titanplans: their blocks are compiled, split by tensor
+parallelism, and recompute attention.
 
 What had to be assumed:
 
@@ -236,6 +287,8 @@ What had to be assumed:
   A100. The bandwidth of memory is 85 % of the data sheet's: these runs do not tell it from the rest.
 - Two rows contradict their neighbours: MPT 1B on 32 A100-40GB (15,555 tokens/s; 19,085 on 16 and 19,001 on 64), and MPT 760M
   with sequences of 512 on A100-80GB, slower than with 2,048 (all other sizes are faster). They count like the others.
+- torchtitan's model is computed as that of transformers, which rotates queries and keys in another way. Its last Linear is
+  not in float8, and its loss is compiled only where the source says so.
 - Whether torchtitan's runs had expandable segments is not published.
 
 Nothing is published for linear attention, mixtures, context parallelism or pipelines."""

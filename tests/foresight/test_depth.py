@@ -10,6 +10,7 @@ TP, CP, EP, PP = (
     f"parallelism.{axis}_parallel_degree=2" for axis in ("tensor", "context", "expert", "pipeline")
 )
 BFLOAT16 = "training.mixed_precision_param=bfloat16"
+COMPILED = "compile.enable=true"
 
 
 @pytest.mark.parametrize(
@@ -49,6 +50,11 @@ def test_each_block_is_rehearsed_or_stands_for_others():
         ("yoco", 12, 2, []),
         ("llama", 16, 2, [PP, "training.local_batch_size=4", BFLOAT16]),
         ("llama", 16, 2, [PP, "training.local_batch_size=4", "parallelism.pipeline_parallel_schedule=GPipe"]),
+        ("llama", 8, 4, [COMPILED, TP, BFLOAT16, "loss.chunk_tokens=16"]),
+        ("qwen3", 7, 2, [COMPILED, "loss.fused=false", "activation_checkpoint.mode=full"]),
+        ("gla", 8, 2, [COMPILED]),
+        ("gemma3_text", 18, 2, [COMPILED, TP]),
+        ("llama", 16, 2, [COMPILED, PP, "training.local_batch_size=4", BFLOAT16]),
     ],
 )
 def test_the_forecast_is_that_of_all_blocks(tmp_path, name, layers, ranks, options):

@@ -50,6 +50,7 @@ def main(argv: list[str]) -> int:
     began = time.monotonic()
     with rehearsing(gpu) as pool:
         forecast, assumptions = pool.submit(forecast_in_process, job, world_size, gpu).result()
+    assumptions += forecast.notes
     expandable = has_expandable_segments()
     if options.json:
         print(json.dumps(as_json(forecast, assumptions, expandable), indent=2))

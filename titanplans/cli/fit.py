@@ -138,7 +138,7 @@ def _search(
                 forecast, assumed = task.result()
             except UserError as error:
                 return error
-            assumptions.update(dict.fromkeys(assumed))
+            assumptions.update(dict.fromkeys([*assumed, *forecast.notes]))
             return forecast
 
         search = Search(

@@ -160,8 +160,15 @@ def explain(job: JobConfig, world_size: int, gpu: Gpu) -> Explanation:
         observers[stage] = _StageObserver(job, world_size, stage, depth)
         return observers[stage]
 
-    found = forecast(job, world_size, gpu, observe)
+    # Compiled blocks do not tell which of their modules runs.
+    found = forecast(_without_compile(job), world_size, gpu, observe)
+    if job.compile.enable:
+        found = forecast(job, world_size, gpu)
     return Explanation([observer.split(outputs) for observer in observers.values()], found)
+
+
+def _without_compile(job: JobConfig) -> JobConfig:
+    return job.model_copy(update={"compile": job.compile.replace(enable=False)})
 
 
 def _unsplit_outputs(job: JobConfig, config: PretrainedConfig) -> dict[str, Shape]:
@@ -181,7 +188,9 @@ def _unsplit_outputs(job: JobConfig, config: PretrainedConfig) -> dict[str, Shap
     if p.pipeline_parallel_degree > 1:
         sequences = p.pipeline_parallel_microbatch_size
     training = job.training.replace(local_batch_size=sequences, global_batch_size=-1)
-    unsplit = job.model_copy(update={"parallelism": p.replace(**degrees), "training": training})
+    unsplit = _without_compile(job).model_copy(
+        update={"parallelism": p.replace(**degrees), "training": training}
+    )
     unsplit, depth = shortened(unsplit, config)
     outputs = _Outputs()
     rehearse(unsplit, config, 1, removed=depth.removed, observer=outputs)

@@ -2,13 +2,15 @@
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 
 from transformers import PretrainedConfig
 
 from titanplans import modeling
 from titanplans.config import JobConfig, strategy_of
+from titanplans.errors import ParallelError
+from titanplans.foresight.compiled import NotTraced, is_modelled
 from titanplans.foresight.depth import Depth, kinds_of
 from titanplans.foresight.hardware import Gpu
 from titanplans.foresight.memory import BlocksDiffer, MemoryForecast, memory_of
@@ -19,9 +21,12 @@ from titanplans.parallel.activation_checkpoint import check_activation_checkpoin
 from titanplans.parallel.pipeline.timeline import timeline
 from titanplans.split.decoder import find_decoder
 from titanplans.split.stages.schedules import Kind, orders
+from titanplans.text import show
 from titanplans.training.job import resolve
 from titanplans.training.pipeline.stage import starts_of_stages
 from titanplans.training.trainer import documents
+
+_WITHOUT_COMPILE = "these are the numbers without it"
 
 
 @dataclass
@@ -51,6 +56,8 @@ class Forecast:
     """Floating-point operations per token, as titanplans.modeling counts them for MFU."""
     gpus: int
     gpu: Gpu
+    notes: list[str] = field(default_factory=list)
+    """What could not be estimated as the job says, in words."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -113,6 +120,29 @@ def forecast_of(
         UserError: as `forecast`.
     """
     refuse_options(job)
+    try:
+        return _forecast_of(job, config, world_size, gpu, every_block=every_block, observe=observe)
+    except NotTraced as error:
+        if job.activation_checkpoint.mode == "memory_budget":
+            raise ParallelError(
+                f'activation_checkpoint.mode = "memory_budget" can\'t be estimated: compile is not modelled for this model '
+                f"({error}), and without it nothing chooses the activations; take another mode"
+            ) from error
+        eager = job.model_copy(update={"compile": job.compile.replace(enable=False)})
+        result = _forecast_of(eager, config, world_size, gpu, every_block=every_block, observe=observe)
+        result.notes.append(f"compile: not modelled for this model, because of {error}; {_WITHOUT_COMPILE}")
+        return result
+
+
+def _forecast_of(
+    job: JobConfig,
+    config: PretrainedConfig,
+    world_size: int,
+    gpu: Gpu,
+    *,
+    every_block: bool,
+    observe: Observe | None,
+) -> Forecast:
     p, crossing = job.parallelism, Crossing()
     short_job, depth = shortened(job, config, every_block=every_block)
     stages, data_parallel = p.pipeline_parallel_degree, resolve.data_parallel_degree(job, world_size)
@@ -187,10 +217,19 @@ def shortened(
 def assumptions(job: JobConfig) -> list[str]:
     """Return what a forecast of `job` assumes, in words."""
     notes = []
-    if job.compile.enable:
+    c = job.compile
+    if c.enable and not is_modelled(c):
+        notes.append(f"compile: not modelled with compile.backend = {show(c.backend)}; {_WITHOUT_COMPILE}")
+    elif c.enable:
         notes.append(
-            "compile: not modelled; these are the numbers without it, and compiled blocks need less and are faster"
+            "compile: the job's graphs are traced, and which of their operators become one kernel is decided by Inductor's "
+            "rules, not by Inductor"
         )
+        ignored = [f"compile.{name}" for name in ("mode", "options") if getattr(c, name) is not None]
+        if ignored:
+            notes.append(f"{' and '.join(ignored)}: not modelled; Inductor's default is assumed")
+        if "optimizer" in c.components:
+            notes.append(f"compile of the optimizer's step: not modelled; {_WITHOUT_COMPILE}")
     if job.parallelism.enable_async_tensor_parallel or job.parallelism.enable_fsdp_symm_mem:
         notes.append(
             "symmetric memory (async tensor parallelism, FSDP): not modelled; its buffers come on top"

@@ -7,8 +7,8 @@ states and the buffers that later steps reuse.
 
 import gc
 import re
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
@@ -21,6 +21,7 @@ from transformers import PretrainedConfig, masking_utils
 
 from titanplans.config import ConfigError, JobConfig
 from titanplans.errors import ParallelError
+from titanplans.foresight import compiled
 from titanplans.foresight.pipeline import Crossing, RehearsedStage
 from titanplans.kernels import without_launches
 from titanplans.observe.storages import Segment, StorageRecord, record_storages
@@ -37,6 +38,7 @@ from titanplans.torch_private.dispatch import (
 )
 from titanplans.torch_private.distributed import fake_store
 from titanplans.torch_private.dtensor import clear_sharding_cache
+from titanplans.torch_private.modules import compiled_call, plain_call, set_compiled_call
 from titanplans.torch_private.swapped import swapped
 from titanplans.training.job import resolve
 from titanplans.training.launch.processes import degrees_of
@@ -90,7 +92,7 @@ def rehearse(
     crossing: Crossing | None = None,
     observer: Observer | None = None,
 ) -> Rehearsal:
-    """Run two steps of `job` on fake tensors, without compile and async tensor parallelism.
+    """Run two steps of `job` on fake tensors, without async tensor parallelism.
 
     Args:
         job: a checked job that `refuse_options` does not refuse.
@@ -103,11 +105,12 @@ def rehearse(
 
     Raises:
         ParallelError: the step reads values of tensors.
+        NotTraced: the job is compiled, and can only be rehearsed without compile.
         UserError: as `parallelize`.
     """
     job = job.model_copy(
         update={
-            "compile": job.compile.replace(enable=False),
+            "compile": compiled.rehearsed_options(job.compile),
             "parallelism": job.parallelism.replace(
                 enable_async_tensor_parallel=False, enable_fsdp_symm_mem=False
             ),
@@ -127,6 +130,7 @@ def rehearse(
             FakeTensorMode(allow_non_fake_inputs=True),
             _as_parallel_error(computation),
             computation.recorded() as record,
+            compiled.rehearse_compiled(record) if job.compile.enable else nullcontext(),
             without_launches.reported(
                 lambda kernel, tensors: record.operate(work_of_kernel(kernel, tensors))
             ),
@@ -304,17 +308,12 @@ def _mark_blocks(model: nn.Module, blocks: tuple[str, ...], record: StorageRecor
         if not isinstance(block := model.get_submodule(name), AbsentModule)
     ]
 
-    def begin_forward(index: int) -> Any:
-        def hook(module: nn.Module, args: Any) -> None:
-            if not in_backward():
-                record.segment = replace(record.segment, kind="forward", block=index)
-
-        return hook
-
-    def end_forward(index: int) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
+    def marked(index: int, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
             if in_backward():
-                return
+                return call(*args, **kwargs)
+            record.segment = replace(record.segment, kind="forward", block=index)
+            output = call(*args, **kwargs)
             hidden = output
             while isinstance(hidden, tuple):
                 hidden = hidden[0]
@@ -326,9 +325,10 @@ def _mark_blocks(model: nn.Module, blocks: tuple[str, ...], record: StorageRecor
                 hidden.register_hook(begin_backward)
             if index == present[-1][0]:
                 record.segment = replace(record.segment, kind="loss", block=None)
+            return output
 
-        return hook
+        return run
 
     for index, block in present:
-        block.register_forward_pre_hook(begin_forward(index), prepend=True)
-        block.register_forward_hook(end_forward(index))
+        # Hooks would be traced into a compiled block.
+        set_compiled_call(block, marked(index, compiled_call(block) or plain_call(block)))

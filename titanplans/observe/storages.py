@@ -118,6 +118,8 @@ class StorageRecord:
     """Bytes that are allocated now."""
     peak: int = 0
     """The largest `live` so far."""
+    is_paused: bool = False
+    """Whether operators run that a rank does not run, or not as operators: see `paused`."""
     _open: dict[int, int] = field(default_factory=dict)
     """The index of each live allocation, by the address of its storage object."""
     _resizable: dict[int, Allocation] = field(default_factory=dict)
@@ -136,6 +138,15 @@ class StorageRecord:
             index = self._open.get(storage_id(local))
             if index is not None and (allocation := self.allocations[index]).part is None:
                 allocation.part, allocation.owner = part, owner
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record no operators in the body."""
+        self.is_paused, before = True, self.is_paused
+        try:
+            yield
+        finally:
+            self.is_paused = before
 
     def operate(self, work: Work) -> None:
         """Note an operator's work."""
@@ -216,7 +227,7 @@ def record_storages(model: nn.Module) -> Iterator[StorageRecord]:
         record._stream()  # the stream outside of FSDP2 is stream 0
         mode = _StorageMode(record)
         stack.enter_context(watch_resizes(record.resize))
-        stack.enter_context(watch_shape_propagation(mode.paused))
+        stack.enter_context(watch_shape_propagation(record.paused))
         stack.enter_context(mode)
         yield record
         record._open.clear()  # what is freed from now on belongs to no step
@@ -227,26 +238,17 @@ class _StorageMode(TorchDispatchMode):
 
     def __init__(self, record: StorageRecord):
         super().__init__()
-        self.record, self.is_paused = record, False
+        self.record = record
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Do not record what the body allocates."""
-        self.is_paused, before = True, self.is_paused
-        try:
-            yield
-        finally:
-            self.is_paused = before
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if not all(issubclass(kind, FakeTensor | nn.Parameter) or kind is torch.Tensor for kind in types):
             return NotImplemented  # tensor subclasses handle the operator first
         result = func(*args, **(kwargs or {}))
-        if not self.is_paused:
+        if not self.record.is_paused:
             outputs = [
                 x for x in tree_leaves(result) if isinstance(x, FakeTensor) and x.device.type != "meta"
             ]

@@ -5,7 +5,7 @@ The compiler takes two seconds to import, so each function imports what it retur
 
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -202,3 +202,53 @@ def unordered_node(node: torch.fx.Node) -> torch.fx.Node:
         return node
     subgraph = getattr(node.graph.owning_module, node.args[1].target)  # pyrefly: ignore
     return next(inner for inner in subgraph.graph.nodes if inner.op == "call_function")
+
+
+def register_backend(name: str, backend: Callable[..., Any]) -> None:
+    """Make `backend` known to torch.compile as `name`, unless it is."""
+    from torch._dynamo import list_backends, register_backend
+
+    if name not in list_backends(exclude_tags=()):
+        register_backend(backend, name=name)
+
+
+def boxed(function: Any) -> Any:
+    """Mark `function` as one that takes its arguments as a list, which it empties, so that AOTAutograd keeps none alive."""
+    function._boxed_call = True
+    return function
+
+
+def lowered_operators() -> set[Any]:
+    """Return the operators that Inductor computes itself, and does not call, and whose inputs it does not write to memory.
+
+    Some of them are products or collectives, which it calls after all.
+    """
+    from torch._inductor.lowering import fallbacks, lowerings, needs_realized_inputs
+
+    return set(lowerings) - set(fallbacks) - set(needs_realized_inputs)
+
+
+class RealizationLimits(NamedTuple):
+    """Beyond these numbers Inductor writes the result of an expression to memory, on a GPU."""
+
+    reads: int
+    """Tensors that an expression with several users reads."""
+    accumulated_reads: int
+    """Tensors that any expression reads."""
+    operators: int
+    """Operators of an expression with several users."""
+
+
+def realization_limits() -> RealizationLimits:
+    """Return Inductor's limits for expressions."""
+    config = inductor_config()
+
+    def limit(name: str) -> int:
+        value = getattr(config, name)
+        return getattr(config, f"_{name}_default") if value is None else value
+
+    return RealizationLimits(
+        config.realize_reads_threshold,
+        limit("realize_acc_reads_threshold"),
+        limit("realize_opcount_threshold"),
+    )
