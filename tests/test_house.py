@@ -36,7 +36,7 @@ ALLOWED = {
     "proof": {"plan", "styles", "split", "loss", "adapters", "apply", "kernels"},
     "derive": {"plan", "split", "modeling", "proof", "transformers"},
     "training": {*STRATEGIES, "loss", "apply", "observe", "modeling", "weights", "parallel", "kernels", *LIBRARIES},
-    "foresight": {*STRATEGIES, "observe", "modeling", "parallel", "kernels", "training", "transformers"},
+    "foresight": {*STRATEGIES, "loss", "observe", "modeling", "parallel", "kernels", "training", "transformers"},
 }  # fmt: skip
 """The packages and libraries that each package of the engine may import. `cli` may import all of them."""
 FLOAT8 = ("split/converted.py", "proof/compare/float8.py")

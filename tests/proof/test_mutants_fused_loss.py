@@ -59,12 +59,12 @@ def no_cap_that_is_compared(monkeypatch):
 
 def head_twice(monkeypatch):
     """The head's gradient from the first chunk is added twice."""
-    product = fused._Sums._product
+    product = fused.ChunkSums._product
 
     def twice(self, so_far, a, b):
         return product(self, so_far, a, b) * (2 if so_far is None else 1)
 
-    monkeypatch.setattr(fused._Sums, "_product", twice)
+    monkeypatch.setattr(fused.ChunkSums, "_product", twice)
 
 
 def ignored_counted(monkeypatch):

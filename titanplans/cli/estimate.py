@@ -43,8 +43,9 @@ def main(argv: list[str]) -> int:
     """
     options, job_arguments = parser().parse_known_args(argv)
     job = load_job(job_arguments, "estimate")
-    from titanplans.foresight.processes import forecast_in_process, rehearsing
+    from titanplans.foresight.processes import forecast_in_process, prepare, rehearsing
 
+    prepare()
     gpu = gpu_of(options)
     world_size = world_size_of(job, options, gpu)
     began = time.monotonic()

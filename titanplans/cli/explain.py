@@ -111,8 +111,9 @@ def _name(arguments: Sequence[str]) -> str:
 def _explained(
     jobs: Iterable[JobConfig], options: argparse.Namespace
 ) -> "list[tuple[Explanation, list[str]]]":
-    from titanplans.foresight.processes import explain_in_process, rehearsing
+    from titanplans.foresight.processes import explain_in_process, prepare, rehearsing
 
+    prepare()
     gpu = gpu_of(options)
     sizes = [(job, world_size_of(job, options, gpu)) for job in jobs]
     with rehearsing(gpu) as pool:

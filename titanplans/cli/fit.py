@@ -111,6 +111,8 @@ def _search(
 ) -> "tuple[Search, list[str]]":
     """Return the search, and what its forecasts assume."""
     from titanplans.foresight import processes
+
+    processes.prepare()
     from titanplans.foresight.hardware import find_gpu
     from titanplans.foresight.layouts import Excluded, Search, candidates, with_experts
     from titanplans.plan.degrees import Degrees

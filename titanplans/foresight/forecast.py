@@ -16,6 +16,7 @@ from titanplans.foresight.hardware import Gpu
 from titanplans.foresight.memory import BlocksDiffer, MemoryForecast, memory_of
 from titanplans.foresight.pipeline import Crossing
 from titanplans.foresight.rehearsal import Observer, refuse_options, rehearse
+from titanplans.foresight.repeat import PartsDiffer
 from titanplans.foresight.time import TimeForecast, time_of
 from titanplans.parallel.activation_checkpoint import check_activation_checkpointing
 from titanplans.parallel.pipeline.timeline import timeline
@@ -100,7 +101,7 @@ def forecast(job: JobConfig, world_size: int, gpu: Gpu, observe: Observe | None 
     config = resolve.hf_config(job)
     try:
         return forecast_of(job, config, world_size, gpu, observe=observe)
-    except BlocksDiffer:
+    except (BlocksDiffer, PartsDiffer):
         return forecast_of(job, config, world_size, gpu, every_block=True, observe=observe)
 
 
@@ -113,10 +114,13 @@ def forecast_of(
     every_block: bool = False,
     observe: Observe | None = None,
 ) -> Forecast:
-    """Return the forecast of a job with a model of `config`; `every_block`: let no block stand for others.
+    """Return the forecast of a job with a model of `config`.
+
+    `every_block`: let no block, micro batch or chunk of the loss stand for others.
 
     Raises:
         BlocksDiffer: a block allocates other tensors than one that it stands for.
+        PartsDiffer: as in `rehearse`.
         UserError: as `forecast`.
     """
     refuse_options(job)
@@ -152,7 +156,16 @@ def _forecast_of(
     for stage in sorted({0, stages // 2, stages - 1}):
         rank = stage * world_size // stages
         observer = None if observe is None else observe(stage, depth)
-        rehearsal = rehearse(short_job, config, world_size, rank, depth.removed, crossing, observer)
+        rehearsal = rehearse(
+            short_job,
+            config,
+            world_size,
+            rank,
+            depth.removed,
+            crossing,
+            observer,
+            repeats=not every_block,
+        )
         memory = memory_of(rehearsal, depth, gpu.usable)
         ranks.append(RankForecast(stage, memory, time_of(rehearsal, depth, gpu, batches)))
     seconds, idle = ranks[0].time.seconds, 0.0

@@ -11,6 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from functools import cache, partial
+from multiprocessing import forkserver
 from typing import TYPE_CHECKING
 
 from titanplans.config import JobConfig, strategy_of
@@ -25,6 +26,15 @@ if TYPE_CHECKING:
     from titanplans.plan.degrees import Degrees
 
 
+def prepare() -> None:
+    """Start the process from which those of `rehearsing` are forked, so that it imports while the caller does other things.
+
+    The imports take longer than most rehearsals.
+    """
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["titanplans.foresight.preloaded"])
+    forkserver.ensure_running()
+
+
 @contextmanager
 def rehearsing(gpu: "Gpu", processes: int = 1) -> Iterator[ProcessPoolExecutor]:
     """Return new processes for the functions of this module. FLA's kernels run in them as on `gpu`, but without launches.
@@ -32,9 +42,12 @@ def rehearsing(gpu: "Gpu", processes: int = 1) -> Iterator[ProcessPoolExecutor]:
     Raises:
         ParallelError: a process ended without a result.
     """
-    with ProcessPoolExecutor(
-        processes, multiprocessing.get_context("spawn"), partial(_start, gpu.processors, gpu.shared_memory)
-    ) as pool:
+    prepare()
+    context, start = (
+        multiprocessing.get_context("forkserver"),
+        partial(_start, gpu.processors, gpu.shared_memory),
+    )
+    with ProcessPoolExecutor(processes, context, start) as pool:
         try:
             yield pool
         except BrokenProcessPool as error:

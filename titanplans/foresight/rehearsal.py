@@ -22,7 +22,8 @@ from transformers import PretrainedConfig, masking_utils
 from titanplans.config import ConfigError, JobConfig
 from titanplans.errors import ParallelError
 from titanplans.foresight import compiled
-from titanplans.foresight.pipeline import Crossing, RehearsedStage
+from titanplans.foresight.pipeline import Crossing
+from titanplans.foresight.repeat import RepeatedStage, repeating_chunks
 from titanplans.kernels import without_launches
 from titanplans.observe.storages import Segment, StorageRecord, record_storages
 from titanplans.observe.work import work_of_kernel
@@ -91,6 +92,8 @@ def rehearse(
     removed: Collection[int] = (),
     crossing: Crossing | None = None,
     observer: Observer | None = None,
+    *,
+    repeats: bool = True,
 ) -> Rehearsal:
     """Run two steps of `job` on fake tensors, without async tensor parallelism.
 
@@ -102,8 +105,10 @@ def rehearse(
         removed: the indices of blocks that are left out.
         crossing: with a pipeline, shared by the rehearsals of its ranks, of which that of rank 0 is the first.
         observer: looks at the model before and after the steps.
+        repeats: let chunks of the loss and micro batches stand for others.
 
     Raises:
+        PartsDiffer: a micro batch allocates other tensors than one that stands for it.
         ParallelError: the step reads values of tensors.
         NotTraced: the job is compiled, and can only be rehearsed without compile.
         UserError: as `parallelize`.
@@ -118,7 +123,7 @@ def rehearse(
     )
     with _fake_group(world_size, rank):
         computation = _Computation(
-            job, config, Mesh(degrees_of(job), "cpu"), torch.device("cpu"), removed, crossing
+            job, config, Mesh(degrees_of(job), "cpu"), torch.device("cpu"), removed, crossing, repeats=repeats
         )
         if observer is not None:
             observer.begin(computation)
@@ -131,6 +136,7 @@ def rehearse(
             _as_parallel_error(computation),
             computation.recorded() as record,
             compiled.rehearse_compiled(record) if job.compile.enable else nullcontext(),
+            repeating_chunks(record) if repeats else nullcontext(),
             without_launches.reported(
                 lambda kernel, tensors: record.operate(work_of_kernel(kernel, tensors))
             ),
@@ -209,13 +215,22 @@ class _Computation(StepComputation):
         device: torch.device,
         removed: Collection[int],
         crossing: Crossing | None,
+        *,
+        repeats: bool,
     ):
         super().__init__(job, config, mesh, device)
         # Documents are joined: kernels that keep them apart read their lengths, which fake tensors lack.
         model = build_on_meta(job, config, document_keyword=None)
         remove_blocks(model.lm, removed)
         self.blocks = find_decoder(model.lm).names
-        stage_class = type("Stage", (RehearsedStage,), {"crossing": crossing, "timing": self._mark})
+        attributes = {
+            "crossing": crossing,
+            "timing": self._mark,
+            "record": lambda stage: self.record,
+            # Where parameters are gathered again, a forward frees what the one before has gathered.
+            "repeats": repeats and job.parallelism.fsdp_reshard_after_forward != "always",
+        }
+        stage_class = type("Stage", (RepeatedStage,), attributes)
         self.model_parts, self.pipeline = parallelize_model(
             model, job, self.strategy, mesh, device, self.loss, stage_class
         )

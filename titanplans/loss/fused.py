@@ -77,7 +77,7 @@ class _Fused(torch.autograd.Function):
         # `needs_input_grad` is True for a parameter even if gradients are off.
         needed = [grad_enabled and needs for needs in ctx.needs_input_grad[:3]]
         with torch.autocast(hidden.device.type, enabled=False):
-            sums = _Sums(hidden, weight, bias, settings, needed)
+            sums = ChunkSums(hidden, weight, bias, settings, needed)
             for chunk in _chunks(len(labels), settings.chunk):
                 sums.add(chunk, labels[chunk])
             ctx.gradients = sums.gradients()
@@ -111,7 +111,7 @@ def _chunks(tokens: int, most: int) -> Iterator[slice]:
         yield slice(start, min(start + size, tokens))
 
 
-class _Sums:
+class ChunkSums:
     """The loss and the gradients of the chunks so far."""
 
     def __init__(

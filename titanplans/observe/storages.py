@@ -26,6 +26,7 @@ from titanplans.torch_private.dispatch import (
     FakeTensor,
     TorchDispatchMode,
     address_of,
+    fake_device,
     storage_id,
     tree_leaves,
     watch_resizes,
@@ -135,7 +136,7 @@ class StorageRecord:
         """
         for owner, tensor in tensors:
             local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-            index = self._open.get(storage_id(local))
+            index = self.allocation_of(local)
             if index is not None and (allocation := self.allocations[index]).part is None:
                 allocation.part, allocation.owner = part, owner
 
@@ -147,6 +148,10 @@ class StorageRecord:
             yield
         finally:
             self.is_paused = before
+
+    def allocation_of(self, tensor: torch.Tensor) -> int | None:
+        """Return the index of the live allocation of a tensor; None if it was not recorded."""
+        return self._open.get(storage_id(tensor))
 
     def operate(self, work: Work) -> None:
         """Note an operator's work."""
@@ -206,7 +211,11 @@ class StorageRecord:
 
     def _open_allocation(self, key: int, allocation: Allocation) -> None:
         self._open[key] = len(self.allocations)
-        self.events.append(StorageEvent(False, len(self.allocations), self.segment))
+        self.note_allocation(allocation)
+
+    def note_allocation(self, allocation: Allocation) -> None:
+        """Note an allocation that happens now."""
+        self.events.append(StorageEvent(False, len(self.allocations), allocation.segment))
         self.allocations.append(allocation)
         self.live += allocation.size
         self.peak = max(self.peak, self.live)
@@ -233,6 +242,9 @@ def record_storages(model: nn.Module) -> Iterator[StorageRecord]:
         record._open.clear()  # what is freed from now on belongs to no step
 
 
+_DEVICE = torch.ops.prim.device.default
+
+
 class _StorageMode(TorchDispatchMode):
     supports_higher_order_operators = True
 
@@ -245,6 +257,8 @@ class _StorageMode(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is _DEVICE and len(args) == 1 and isinstance(args[0], FakeTensor):
+            return fake_device(args[0])  # half of all calls, so it skips FakeTensorMode
         if not all(issubclass(kind, FakeTensor | nn.Parameter) or kind is torch.Tensor for kind in types):
             return NotImplemented  # tensor subclasses handle the operator first
         result = func(*args, **(kwargs or {}))

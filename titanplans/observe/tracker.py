@@ -86,6 +86,10 @@ class ModuleTracker:
         """Assign all later collectives to the log. The log is not written in every step."""
         self._logging = True
 
+    def skip(self, phase: Phase) -> None:
+        """Note that a forward or a backward, which did not run, has taken place."""
+        self._outside = "forward" if phase == "forward" else "update"
+
     def enter(self, name: str, compiled: bool) -> None:
         """Note that a module is called."""
         if not in_backward():

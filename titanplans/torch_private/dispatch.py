@@ -105,6 +105,11 @@ def address_of(storage: torch.UntypedStorage) -> int:
     return storage._cdata
 
 
+def fake_device(tensor: FakeTensor) -> torch.device:
+    """Return the device of a fake tensor, as `tensor.device` does, but without a call of its mode."""
+    return tensor.fake_device
+
+
 @contextmanager
 def watch_resizes(on_resize: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
     """In the body, call `on_resize` after each `UntypedStorage.resize_`, by which FSDP2 frees and allocates parameters.
