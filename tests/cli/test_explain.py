@@ -83,6 +83,10 @@ def test_difference_of_two_jobs(explain):
     assert not any("q_proj.weight" in line for line in lines)  # it is split alike
 
 
+def test_a_job_does_not_differ_from_itself(explain):
+    assert explain("job.toml", "--diff", "job.toml")[:2] == (0, "nothing differs\n")
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -90,6 +94,7 @@ def test_difference_of_two_jobs(explain):
         (("absent.toml",), "absent.toml"),
         (("job.toml", "--diff", "full.toml", "--json"), "--diff prints a table; leave out --html and --json"),
         (("job.toml", "--gpu", "H1000"), "H1000"),
+        (("--job.config_file=job.toml", "--diff", "full.toml"), "a job has one file"),
     ],
 )
 def test_refusals(explain, options, reason):

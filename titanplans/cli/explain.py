@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from titanplans.cli.estimate import (
     as_json,
@@ -32,6 +32,7 @@ from titanplans.cli.explain_text import (
 )
 from titanplans.cli.machines import add_machine_options, gpu_of, world_size_of
 from titanplans.config import JobConfig, load_job
+from titanplans.config.arguments import parse_arguments
 from titanplans.config.families import DEFAULT_FLAVOR
 from titanplans.disk import write_atomically
 from titanplans.errors import ConfigError
@@ -78,15 +79,17 @@ def main(argv: list[str]) -> int:
     options, arguments = parser().parse_known_args(argv)
     if options.diff is not None and (options.html is not None or options.json):
         raise ConfigError("--diff prints a table; leave out --html and --json")
-    jobs = {_name(arguments): load_job(arguments, "explain", accepts_model=True)}
+    name = parse_arguments(arguments)[0] or ""
+    jobs = [load_job(arguments, "explain", accepts_model=True)]
     if options.diff is not None:
-        other = [options.diff if argument == next(iter(jobs)) else argument for argument in arguments]
-        jobs[options.diff] = load_job(other, "explain", accepts_model=True)
-    explained = _explained(jobs.values(), options)
+        others = [options.diff, *(argument for argument in arguments if argument != name)]
+        jobs.append(load_job(others, "explain", accepts_model=True))
+    explained = _explained(jobs, options)
     if options.diff is not None:
-        print("\n".join(_difference(list(jobs), [_facts(explanation) for explanation, _ in explained])))
+        facts = [_facts(explanation) for explanation, _ in explained]
+        print("\n".join(_difference((name, options.diff), facts)))
         return 0
-    (name, job), (explanation, assumptions) = next(iter(jobs.items())), explained[0]
+    (job,), (explanation, assumptions) = jobs, explained[0]
     expandable = has_expandable_segments()
     if options.html is not None:
         text = page(_title(job, name), explanation, assumptions, expandable)
@@ -100,12 +103,6 @@ def main(argv: list[str]) -> int:
     elif options.html is None:
         print("\n".join([_title(job, name), *_lines(explanation, expandable), *assumptions]))
     return 0
-
-
-def _name(arguments: Sequence[str]) -> str:
-    from titanplans.config.arguments import parse_arguments
-
-    return parse_arguments(list(arguments))[0] or ""
 
 
 def _explained(
@@ -169,40 +166,46 @@ def _cells(parameter: "ExplainedParameter | None") -> tuple[str, str, str, str]:
 
 
 def _facts(explanation: "Explanation") -> dict[str, str]:
-    """Return what an explanation says, by what it is about."""
-    facts = dict[str, str]()
-    expandable = has_expandable_segments()
-    forecast = explanation.forecast
+    """Return what an explanation says, by what it is about. Blocks of a class that differ have all of their facts."""
+    facts, expandable, forecast = dict[str, str](), has_expandable_segments(), explanation.forecast
+
+    def add(about: str, fact: str) -> None:
+        known = facts.get(about, "").split(" | ")
+        if fact and fact not in known:
+            facts[about] = f"{facts[about]} | {fact}" if about in facts else fact
+
     for stage, rank in zip(explanation.stages, forecast.ranks, strict=True):
         of = f"stage {stage.stage}: " if len(explanation.stages) > 1 else ""
-        facts |= {f"{of}{line.partition(':')[0]}": line.partition(":")[2].strip() for line in origin(stage)}
+        for line in origin(stage):
+            label, _, words = line.partition(": ")
+            add(f"{of}{label}", words)
         for block in stage.blocks:
-            facts.setdefault(f"{of}{block.kind}", numbered(block.names))
+            add(f"{of}{block.kind}", numbered(block.names))
+            add(f"{of}{block.kind} runs again in the backward", recomputed_operators(block) or "nothing")
             for module in block.modules:
-                facts |= _facts_of(f"{of}{block.kind} {module.name}".rstrip(), module, facts)
-            facts.setdefault(
-                f"{of}{block.kind} runs again in the backward", recomputed_operators(block) or "nothing"
-            )
+                for about, fact in _facts_of(module):
+                    add(f"{of}{block.kind} {module.name}".rstrip() + about, fact)
         for module in stage.others:
-            facts |= _facts_of(f"{of}{module.name}", module, facts)
+            for about, fact in _facts_of(module):
+                add(f"{of}{module.name}{about}", fact)
         for row in rows_of_transfers(list(all_transfers(stage)))[1:]:
             for phase, cell in zip(PHASES, row[3:], strict=True):
-                if cell:
-                    facts[f"{of}received: {' '.join(part for part in row[:3] if part)}, {phase}"] = cell
-        facts |= {f"{of}memory: {part}": binary(size) for part, size in rank.memory.parts.items()}
-    facts["memory"] = verdict(forecast, expandable)
-    facts["time"] = summary_of_time(forecast)
+                add(f"{of}received: {' '.join(part for part in row[:3] if part)}, {phase}", cell)
+        for part, size in rank.memory.parts.items():
+            add(f"{of}memory: {part}", binary(size))
+    add("memory", verdict(forecast, expandable))
+    add("time", summary_of_time(forecast))
     return facts
 
 
-def _facts_of(name: str, module: "ExplainedModule", known: dict[str, str]) -> dict[str, str]:
-    facts = {f"{name}: style": module.style, f"{name}: output of a rank": shape_of_output(module)}
+def _facts_of(module: "ExplainedModule") -> Iterator[tuple[str, str]]:
+    yield ": style", module.style
+    yield ": output of a rank", shape_of_output(module)
     for parameter in module.parameters:
-        facts[f"{name}.{parameter.name}"] = f"{by(parameter.local)}, {placement(parameter)}"
-    return {key: value for key, value in facts.items() if value and key not in known}
+        yield f".{parameter.name}", f"{by(parameter.local)}, {placement(parameter)}"
 
 
-def _difference(names: Sequence[str], facts: Sequence[dict[str, Any]]) -> list[str]:
+def _difference(names: Sequence[str], facts: Sequence[dict[str, str]]) -> list[str]:
     first, second = facts
     labels = [*first, *(label for label in second if label not in first)]
     rows = [

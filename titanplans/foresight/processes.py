@@ -90,7 +90,8 @@ def explain_in_process(job: JobConfig, world_size: int, gpu: "Gpu") -> "tuple[Ex
     from titanplans.training.job.checks import import_custom
 
     import_custom(job)
-    return explain(job, world_size, gpu), assumptions(job)
+    explanation = explain(job, world_size, gpu)
+    return explanation, [*assumptions(job), *explanation.forecast.notes]
 
 
 def refusals_in_process(job: JobConfig, degrees: "Sequence[Degrees]") -> list[str | None]:
