@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import tomli
 
 from titanplans.cli.estimate import gib, has_expandable_segments
+from titanplans.cli.machines import add_hardware_option
 from titanplans.config import JobConfig, load_job
 from titanplans.config.arguments import parse_arguments
 from titanplans.config.values import PositiveInt, from_text
@@ -46,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--seq-len", metavar="N", help="tokens of a sequence; default: training.seq_len")
     parser.add_argument("--count", metavar="N", default="5", help="how many layouts; default: 5")
-    parser.add_argument("--hardware", type=Path, metavar="FILE", help="TOML file with GPUs of your own")
+    add_hardware_option(parser)
     parser.add_argument(
         "--write", action="store_true", help="write the fastest layout, and --seq-len, into the job's file"
     )

@@ -20,6 +20,11 @@ def add_machine_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="number of machines; default: as many GPUs as the degrees need, and in whole machines if FSDP takes the rest",
     )
+    add_hardware_option(parser)
+
+
+def add_hardware_option(parser: argparse.ArgumentParser) -> None:
+    """Add --hardware alone."""
     parser.add_argument("--hardware", type=Path, metavar="FILE", help="TOML file with GPUs of your own")
 
 

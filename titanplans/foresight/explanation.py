@@ -21,7 +21,7 @@ from titanplans.observe.operators import Phase
 from titanplans.observe.storages import Operation
 from titanplans.observe.tracker import plain
 from titanplans.parallel.record import record_of
-from titanplans.parallel.report import ParallelismReport
+from titanplans.parallel.report import STEP_KEYS, ParallelismReport
 from titanplans.plan.resolve import ResolvedPlan
 from titanplans.split.decoder import find_decoder, join, within
 from titanplans.split.layout import rows_used, shard_size
@@ -35,7 +35,7 @@ from titanplans.training.trainer.computation import StepComputation
 Shape = tuple[int, ...]
 _MODEL_PARALLEL = frozenset(("tp", "ep"))
 """Dimensions of the mesh whose shards a module's code computes with. FSDP gathers the shards of the others."""
-_MEASURED = frozenset(("measured_after_step", "step", "blocks", "other_modules", "graphs", "reasons"))
+_MEASURED = frozenset(("measured_after_step", "reasons", *STEP_KEYS))
 """Keys of the parallelism report that a measured step sets."""
 _TRITON = "triton::"
 
@@ -318,6 +318,7 @@ class _StageObserver(_Outputs):
             if each.operation.segment.block == index
             and each.operation.segment.batch == 0
             and not each.operation.is_fsdp
+            and _is_in(each.name, block)
         ]
         again = Counter(
             (name, operation.work.operator)

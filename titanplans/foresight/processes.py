@@ -43,11 +43,8 @@ def rehearsing(gpu: "Gpu", processes: int = 1) -> Iterator[ProcessPoolExecutor]:
         ParallelError: a process ended without a result.
     """
     prepare()
-    context, start = (
-        multiprocessing.get_context("forkserver"),
-        partial(_start, gpu.processors, gpu.shared_memory),
-    )
-    with ProcessPoolExecutor(processes, context, start) as pool:
+    start = partial(_start, gpu.processors, gpu.shared_memory)
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("forkserver"), start) as pool:
         try:
             yield pool
         except BrokenProcessPool as error:

@@ -51,7 +51,8 @@ _DATA_MESHES = ("fsdp", "dp_replicate", "dp", "dp_cp")
 _MODEL_MESHES = ("tp", "cp", "ep", "pp")
 """Names of meshes over which the model's forward and backward communicate."""
 
-_STEP_KEYS = ("step", "blocks", "other_modules", "graphs")
+STEP_KEYS = ("step", "blocks", "other_modules", "graphs")
+"""The keys that a measured step sets, besides "measured_after_step" and "reasons"."""
 
 
 class ParallelismReport:
@@ -103,8 +104,8 @@ class ParallelismReport:
 
     def not_measured(self, why: str) -> None:
         """Set the keys of a step to None, and their reason to `why`."""
-        self.values |= dict.fromkeys(_STEP_KEYS)
-        unknown = _STEP_KEYS if self.values["compile"] is not None else _STEP_KEYS[:-1]
+        self.values |= dict.fromkeys(STEP_KEYS)
+        unknown = STEP_KEYS if self.values["compile"] is not None else STEP_KEYS[:-1]
         self.values["reasons"] = dict.fromkeys(unknown, why)
 
     @contextmanager
