@@ -50,11 +50,10 @@ def main(argv: list[str]) -> int:
     world_size = world_size_of(job, options, gpu)
     began = time.monotonic()
     with rehearsing(gpu) as pool:
-        forecast, assumptions = pool.submit(forecast_in_process, job, world_size, gpu).result()
-    assumptions += forecast.notes
+        forecast = pool.submit(forecast_in_process, job, world_size, gpu).result()
     expandable = has_expandable_segments()
     if options.json:
-        print(json.dumps(as_json(forecast, assumptions, expandable), indent=2))
+        print(json.dumps(as_json(forecast, forecast.notes, expandable), indent=2))
     else:
         t = job.training
         print(
@@ -64,7 +63,7 @@ def main(argv: list[str]) -> int:
             of = f"stage {rank.stage}" if len(forecast.ranks) > 1 else "a rank"
             print("\n".join(lines_of_memory(rank.memory, f"memory of {of}", expandable)))
         print(verdict(forecast, expandable))
-        print("\n".join([*_lines_of_time(forecast), summary_of_time(forecast), *assumptions]))
+        print("\n".join([*_lines_of_time(forecast), summary_of_time(forecast), *forecast.notes]))
         print(f"{time.monotonic() - began:.0f} s", file=sys.stderr)
     return 0 if forecast.retries(expandable) is not None else 1
 

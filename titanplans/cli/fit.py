@@ -5,10 +5,10 @@ import json
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import tomli
 
@@ -22,10 +22,18 @@ from titanplans.errors import ConfigError, UserError
 from titanplans.text import columns, counted
 
 if TYPE_CHECKING:
+    from concurrent.futures import ProcessPoolExecutor
+
     from titanplans.foresight.forecast import Forecast
-    from titanplans.foresight.layouts import Estimated, JobLayout, Search
+    from titanplans.foresight.hardware import Gpu
+    from titanplans.foresight.layouts import Excluded, JobLayout
+    from titanplans.foresight.predict import LayoutSample, PipelineShape
+    from titanplans.foresight.search import Estimated, Search
+    from titanplans.plan.degrees import Degrees
 
 _PROCESSES = 2
+
+T = TypeVar("T")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -82,8 +90,9 @@ def main(argv: list[str]) -> int:
         )
     gpus = from_text(number, PositiveInt, "--gpus")
     began = time.monotonic()
-    search, assumptions = _search(job, arguments, gpus, name, options.hardware, sequences, count)
+    search = _search(job, arguments, gpus, name, options.hardware, sequences, count)
     found = search.found[:count]
+    assumptions = list(dict.fromkeys(note for each in found for note in each.forecast.notes))
     if options.json:
         print(json.dumps(_as_json(search, found, assumptions), indent=2))
     else:
@@ -109,68 +118,112 @@ def _search(
     hardware: Path | None,
     sequences: int,
     count: int,
-) -> "tuple[Search, list[str]]":
-    """Return the search, and what its forecasts assume."""
+) -> "Search":
     from titanplans.foresight import processes
 
     processes.prepare()
     from titanplans.foresight.hardware import find_gpu
-    from titanplans.foresight.layouts import Excluded, Search, candidates, with_experts
-    from titanplans.plan.degrees import Degrees
+    from titanplans.foresight.search import Search
 
     gpu, replicas = find_gpu(name, hardware), job.parallelism.data_parallel_replicate_degree
     if gpus % replicas:
         raise ConfigError(
             f"--gpus {gpus}: parallelism.data_parallel_replicate_degree = {replicas} does not divide it"
         )
-    assumptions: dict[str, None] = {}
     with processes.rehearsing(gpu, _PROCESSES) as pool:
-
-        def evaluate(layouts: Sequence["JobLayout"]) -> "list[Forecast | UserError]":
-            tasks: list[Any] = []
-            for layout in layouts:
-                try:
-                    variant = load_job([*arguments, *(f"--{each}" for each in layout.options())], "fit")
-                    tasks.append(pool.submit(processes.forecast_in_process, variant, gpus, gpu))
-                except UserError as error:
-                    tasks.append(error)
-            return [each if isinstance(each, UserError) else result(each) for each in tasks]
-
-        def result(task: Any) -> "Forecast | UserError":
-            try:
-                forecast, assumed = task.result()
-            except UserError as error:
-                return error
-            assumptions.update(dict.fromkeys([*assumed, *forecast.notes]))
-            return forecast
-
+        rehearsals = _Rehearsals(pool, arguments, gpus, gpu)
+        degrees, excluded, pipelines = _possible(pool, job, gpus, sequences)
         search = Search(
             gpu,
             sequences,
-            evaluate,
+            rehearsals,
+            pipelines,
             has_expandable_segments(),
             count,
             lambda text: print(text, file=sys.stderr),
+            excluded=excluded,
         )
-        met = list(candidates(gpus, sequences, replicas))
-        search.excluded += [each for each in met if isinstance(each, Excluded)]
-        plain = [each for each in met if not isinstance(each, Excluded)]
-        # A model without experts refuses any degree of them. Two tasks at once start both processes.
-        no_experts = pool.submit(processes.refusals_in_process, job, [Degrees(dp_shard=2, ep=2)])
-        pool.submit(processes.refusals_in_process, job, [])
-        has_experts = no_experts.result() == [None]
-        degrees = [each for some in plain for each in with_experts(some, has_experts)]
-        # The plan does not depend on what shards the parameters.
-        shapes = list(dict.fromkeys(replace(each, dp_shard=-1) for each in degrees))
-        reasons = dict(
-            zip(shapes, pool.submit(processes.refusals_in_process, job, shapes).result(), strict=True)
-        )
-        refusals = [reasons[replace(each, dp_shard=-1)] for each in degrees]
-        search.excluded += [
-            Excluded(d, why) for d, why in zip(degrees, refusals, strict=True) if why is not None
-        ]
-        search.run(each for each, why in zip(degrees, refusals, strict=True) if why is None)
-    return search, list(assumptions)
+        search.run(degrees)
+    return search
+
+
+class _Rehearsals:
+    """Rehearses layouts of a job in other processes."""
+
+    def __init__(self, pool: "ProcessPoolExecutor", arguments: list[str], gpus: int, gpu: "Gpu"):
+        self._pool, self._arguments, self._gpus, self._gpu = pool, arguments, gpus, gpu
+
+    def sample(self, layout: "JobLayout") -> "Future[LayoutSample]":
+        """Begin to sample a layout."""
+        from titanplans.foresight.processes import sample_in_process
+
+        return self._submit(sample_in_process, layout)
+
+    def forecast(self, layout: "JobLayout") -> "Future[Forecast]":
+        """Begin to forecast a layout."""
+        from titanplans.foresight.processes import forecast_in_process
+
+        return self._submit(forecast_in_process, layout)
+
+    def _submit(self, rehearse: "Callable[[JobConfig, int, Gpu], T]", layout: "JobLayout") -> "Future[T]":
+        try:
+            job = load_job([*self._arguments, *(f"--{each}" for each in layout.options())], "fit")
+        except UserError as error:
+            refused: Future[T] = Future()
+            refused.set_exception(error)
+            return refused
+        return self._pool.submit(rehearse, job, self._gpus, self._gpu)
+
+
+def _possible(
+    pool: "ProcessPoolExecutor", job: JobConfig, gpus: int, sequences: int
+) -> "tuple[list[Degrees], list[Excluded], dict[int, PipelineShape]]":
+    """Return the degrees that the batch, the stages and the plan allow, the others, and the stages by their number."""
+    from titanplans.foresight import processes
+    from titanplans.foresight.layouts import Excluded, candidates, divisors, with_experts
+    from titanplans.foresight.predict import PipelineShape
+    from titanplans.plan.degrees import Degrees
+
+    replicas = job.parallelism.data_parallel_replicate_degree
+    counts = [each for each in divisors(gpus // replicas) if each > 1]
+    stages = pool.submit(processes.stages_in_process, job, counts)
+    # A model without experts refuses any degree of them.
+    no_experts = pool.submit(processes.refusals_in_process, job, [Degrees(ep=2)])
+    pipelines: dict[int, PipelineShape] = {}
+    refused_counts: dict[int, str] = {}
+    for count, starts in zip(counts, stages.result(), strict=True):
+        try:
+            if isinstance(starts, str):
+                refused_counts[count] = starts
+            else:
+                pipelines[count] = PipelineShape(job, count, starts)
+        except UserError as error:
+            refused_counts[count] = str(error)
+    has_experts = no_experts.result() == [None]
+    degrees, excluded = [], []
+    for candidate in candidates(gpus, sequences, replicas):
+        if isinstance(candidate, Excluded):
+            excluded.append(candidate)
+        elif candidate.pp in refused_counts:
+            excluded.append(Excluded(candidate, refused_counts[candidate.pp]))
+        else:
+            degrees += with_experts(candidate, has_experts)
+    # The plan does not depend on what shards the parameters, nor on the stages.
+    shapes = sorted({(each.tp, each.cp, each.ep) for each in degrees})
+    halves = shapes[::2], shapes[1::2]
+    tasks = [
+        pool.submit(processes.refusals_in_process, job, [Degrees(tp=tp, cp=cp, ep=ep) for tp, cp, ep in half])
+        for half in halves
+    ]
+    refusals = {
+        shape: why
+        for half, task in zip(halves, tasks, strict=True)
+        for shape, why in zip(half, task.result(), strict=True)
+    }
+    excluded += [
+        Excluded(each, why) for each in degrees if (why := refusals[each.tp, each.cp, each.ep]) is not None
+    ]
+    return [each for each in degrees if refusals[each.tp, each.cp, each.ep] is None], excluded, pipelines
 
 
 def _lines(search: "Search", found: "list[Estimated]") -> list[str]:
@@ -191,9 +244,12 @@ def _lines(search: "Search", found: "list[Estimated]") -> list[str]:
     lines = columns(rows, right={1, 2, 3, 4}) if found else ["no layout fits"]
     if found:
         lines += ["", "layout 1:", *(f"  {line}" for line in toml_lines(found[0].layout))]
-    alone = [each for each in search.excluded if each.has_one_axis]
-    lines += ["", "not among them:", *(f"  {each.what}: {each.why}" for each in alone)]
-    if others := len(search.excluded) - len(alone):
+    by_reason: dict[str, list[str]] = {}
+    for each in search.excluded:
+        if each.has_one_axis:
+            by_reason.setdefault(each.why, []).append(each.what)
+    lines += ["", "not among them:", *(f"  {'; '.join(whats)}: {why}" for why, whats in by_reason.items())]
+    if others := sum(not each.has_one_axis for each in search.excluded):
         lines.append(
             f"  and {counted(others, 'combination')} of such degrees (--json names all, with the reasons)"
         )

@@ -4,8 +4,9 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import fmean
+from typing import TypeVar
 
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from titanplans import modeling
 from titanplans.config import JobConfig, strategy_of
@@ -13,8 +14,9 @@ from titanplans.errors import ParallelError
 from titanplans.foresight.compiled import NotTraced, is_modelled
 from titanplans.foresight.depth import Depth, kinds_of
 from titanplans.foresight.hardware import Gpu
-from titanplans.foresight.memory import BlocksDiffer, MemoryForecast, memory_of
+from titanplans.foresight.memory import BlocksDiffer, MemoryForecast, memory_of, parts_at_peak
 from titanplans.foresight.pipeline import Crossing
+from titanplans.foresight.predict import LayoutSample
 from titanplans.foresight.rehearsal import Observer, refuse_options, rehearse
 from titanplans.foresight.repeat import PartsDiffer
 from titanplans.foresight.time import TimeForecast, time_of
@@ -22,7 +24,7 @@ from titanplans.parallel.activation_checkpoint import check_activation_checkpoin
 from titanplans.parallel.pipeline.timeline import timeline
 from titanplans.split.decoder import find_decoder
 from titanplans.split.stages.schedules import Kind, orders
-from titanplans.text import show
+from titanplans.text import class_name, show
 from titanplans.training.job import resolve
 from titanplans.training.pipeline.stage import starts_of_stages
 from titanplans.training.trainer import documents
@@ -124,18 +126,64 @@ def forecast_of(
         UserError: as `forecast`.
     """
     refuse_options(job)
+    result, notes = _without_compile_if_not_traced(
+        job,
+        lambda job: _forecast_of(job, config, world_size, gpu, every_block=every_block, observe=observe),
+    )
+    result.notes += notes
+    return result
+
+
+def sample(job: JobConfig, world_size: int, gpu: Gpu) -> LayoutSample:
+    """Return the time and the memory of a batch of `job`, which has no pipeline.
+
+    Cheaper than a forecast: one step is rehearsed, and no allocator replayed.
+
+    Raises:
+        UserError: as `forecast`.
+    """
+    config = resolve.hf_config(job)
     try:
-        return _forecast_of(job, config, world_size, gpu, every_block=every_block, observe=observe)
+        return sample_of(job, config, world_size, gpu)
+    except BlocksDiffer:
+        return sample_of(job, config, world_size, gpu, every_block=True)
+
+
+def sample_of(
+    job: JobConfig, config: PretrainedConfig, world_size: int, gpu: Gpu, *, every_block: bool = False
+) -> LayoutSample:
+    """Return the sample of a job with a model of `config`. Arguments and errors as `forecast_of`."""
+    refuse_options(job)
+
+    def run(job: JobConfig) -> LayoutSample:
+        job, depth = shortened(job, config, every_block=every_block)
+        rehearsal = rehearse(
+            job, config, world_size, removed=depth.removed, repeats=not every_block, is_quick=True
+        )
+        sequences = resolve.global_batch_size(job, resolve.data_parallel_degree(job, world_size))
+        return LayoutSample(
+            parts_at_peak(rehearsal, depth), time_of(rehearsal, depth, gpu), sequences, world_size, gpu
+        )
+
+    result, _ = _without_compile_if_not_traced(job, run)
+    return result
+
+
+T = TypeVar("T")
+
+
+def _without_compile_if_not_traced(job: JobConfig, run: Callable[[JobConfig], T]) -> tuple[T, list[str]]:
+    """Return what `run` returns for `job`, or for the job without compile if its model can't be traced, and notes."""
+    try:
+        return run(job), []
     except NotTraced as error:
         if job.activation_checkpoint.mode == "memory_budget":
             raise ParallelError(
                 f'activation_checkpoint.mode = "memory_budget" can\'t be estimated: compile is not modelled for this model '
                 f"({error}), and without it nothing chooses the activations; take another mode"
             ) from error
-        eager = job.model_copy(update={"compile": job.compile.replace(enable=False)})
-        result = _forecast_of(eager, config, world_size, gpu, every_block=every_block, observe=observe)
-        result.notes.append(f"compile: not modelled for this model, because of {error}; {_WITHOUT_COMPILE}")
-        return result
+        note = f"compile: not modelled for this model, because of {error}; {_WITHOUT_COMPILE}"
+        return run(job.model_copy(update={"compile": job.compile.replace(enable=False)})), [note]
 
 
 def _forecast_of(
@@ -171,9 +219,22 @@ def _forecast_of(
     seconds, idle = ranks[0].time.seconds, 0.0
     if stages > 1:
         seconds, idle = _with_pipeline(job, ranks, len(depth.starts), batches)
-    model, seq_len = modeling.build(config), job.training.seq_len
-    _, flops = modeling.count_flops(model, seq_len)
+    seq_len = job.training.seq_len
+    _, flops = modeling.count_flops(_unsplit(config), seq_len)
     return Forecast(ranks, seconds, idle, sequences, seq_len, flops, world_size, gpu)
+
+
+_models: dict[str, PreTrainedModel] = {}
+
+
+def _unsplit(config: PretrainedConfig) -> PreTrainedModel:
+    """Return the model of `config` on meta, not to be changed. The newest one is kept, since large ones take seconds."""
+    key = f"{class_name(config)} {config.to_json_string(use_diff=False)}"
+    if key not in _models:
+        model = modeling.build(config)
+        _models.clear()
+        _models[key] = model
+    return _models[key]
 
 
 def _with_pipeline(
@@ -206,7 +267,7 @@ def shortened(
 
     `every_block`: let no block stand for others.
     """
-    model, p = modeling.build(config), job.parallelism
+    model, p = _unsplit(config), job.parallelism
     decoder, stages = find_decoder(model), p.pipeline_parallel_degree
     recomputed = check_activation_checkpointing(model, strategy_of(job).activation_checkpoint)
     kinds = kinds_of(decoder, recomputed)

@@ -75,11 +75,8 @@ def memory_of(rehearsal: Rehearsal, depth: Depth, capacity: int | None = None) -
     Raises:
         BlocksDiffer: a block allocates other tensors than one that it stands for.
     """
-    expanded = expand(rehearsal, depth)
-    if expanded.missing or expanded.leaked or expanded.differing is not None:
-        raise BlocksDiffer(expanded.missing, expanded.leaked, expanded.differing)
-    parts = [part_of(allocation) for allocation in rehearsal.record.allocations]
-    at_peak, when, timeline = _peak(expanded, parts)
+    expanded = _expand(rehearsal, depth)
+    at_peak, when, timeline = _peak(expanded, rehearsal)
     standard, expandable = replay(expanded.events), replay(expanded.events, expandable=True)
 
     def on_gpu(unlimited: Reserved, *, expandable: bool) -> Reserved:
@@ -88,7 +85,7 @@ def memory_of(rehearsal: Rehearsal, depth: Depth, capacity: int | None = None) -
         return replay(expanded.events, expandable=expandable, capacity=capacity)
 
     return MemoryForecast(
-        parts={part: at_peak[part] for part in PARTS if at_peak[part]},
+        parts=at_peak,
         live=sum(at_peak.values()),
         when=when,
         standard=standard,
@@ -97,6 +94,19 @@ def memory_of(rehearsal: Rehearsal, depth: Depth, capacity: int | None = None) -
         expandable_on_gpu=on_gpu(expandable, expandable=True),
         timeline=timeline,
     )
+
+
+def parts_at_peak(rehearsal: Rehearsal, depth: Depth) -> dict[str, int]:
+    """Return what is allocated at the peak by part. Errors as `memory_of`."""
+    parts, _, _ = _peak(_expand(rehearsal, depth), rehearsal)
+    return parts
+
+
+def _expand(rehearsal: Rehearsal, depth: Depth) -> Expanded:
+    expanded = expand(rehearsal, depth)
+    if expanded.missing or expanded.leaked or expanded.differing is not None:
+        raise BlocksDiffer(expanded.missing, expanded.leaked, expanded.differing)
+    return expanded
 
 
 _WHEN = {
@@ -126,8 +136,11 @@ def part_of(allocation: Allocation) -> str:
     return ACTIVATIONS if allocation.phase == "forward" else BACKWARD
 
 
-def _peak(expanded: Expanded, parts: list[str]) -> tuple[Counter[str], Segment, list[tuple[Segment, int]]]:
+def _peak(
+    expanded: Expanded, rehearsal: Rehearsal
+) -> tuple[dict[str, int], Segment, list[tuple[Segment, int]]]:
     """Return what is allocated at the peak by part, its segment, and the peak of each segment of the last step."""
+    parts = [part_of(allocation) for allocation in rehearsal.record.allocations]
     now, at_peak, when = Counter[str](), Counter[str](), expanded.segments[0]
     live = peak = 0
     timeline: list[tuple[Segment, int]] = []
@@ -143,4 +156,4 @@ def _peak(expanded: Expanded, parts: list[str]) -> tuple[Counter[str], Segment, 
                 timeline.append((segment, live))
             elif live > timeline[-1][1]:
                 timeline[-1] = segment, live
-    return at_peak, when, timeline
+    return {part: at_peak[part] for part in PARTS if at_peak[part]}, when, timeline

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from titanplans.foresight.explanation import Explanation
     from titanplans.foresight.forecast import Forecast
     from titanplans.foresight.hardware import Gpu
+    from titanplans.foresight.predict import LayoutSample
     from titanplans.plan.degrees import Degrees
 
 
@@ -63,8 +64,8 @@ def _start(processors: int, shared_memory: int) -> None:
     without_launches.start(processors=processors, shared_memory=shared_memory)
 
 
-def forecast_in_process(job: JobConfig, world_size: int, gpu: "Gpu") -> "tuple[Forecast, list[str]]":
-    """Return the results of `forecast` and of `assumptions`.
+def forecast_in_process(job: JobConfig, world_size: int, gpu: "Gpu") -> "Forecast":
+    """Return the result of `forecast`, whose notes begin with the job's `assumptions`.
 
     Raises:
         UserError: as `forecast`.
@@ -73,7 +74,22 @@ def forecast_in_process(job: JobConfig, world_size: int, gpu: "Gpu") -> "tuple[F
     from titanplans.training.job.checks import import_custom
 
     import_custom(job)
-    return forecast(job, world_size, gpu), assumptions(job)
+    result = forecast(job, world_size, gpu)
+    result.notes = [*assumptions(job), *result.notes]
+    return result
+
+
+def sample_in_process(job: JobConfig, world_size: int, gpu: "Gpu") -> "LayoutSample":
+    """Return the result of `sample`.
+
+    Raises:
+        UserError: as `sample`.
+    """
+    from titanplans.foresight.forecast import sample
+    from titanplans.training.job.checks import import_custom
+
+    import_custom(job)
+    return sample(job, world_size, gpu)
 
 
 def explain_in_process(job: JobConfig, world_size: int, gpu: "Gpu") -> "tuple[Explanation, list[str]]":
@@ -92,7 +108,7 @@ def explain_in_process(job: JobConfig, world_size: int, gpu: "Gpu") -> "tuple[Ex
 
 
 def refusals_in_process(job: JobConfig, degrees: "Sequence[Degrees]") -> list[str | None]:
-    """Return for each of `degrees` why the job's plan or the number of its blocks refuses it; None: they don't."""
+    """Return for each of `degrees` why the job's plan refuses it, without a pipeline; None: it does not."""
     from titanplans import modeling
     from titanplans.foresight.forecast import shortened
     from titanplans.foresight.rehearsal import remove_blocks
@@ -105,7 +121,6 @@ def refusals_in_process(job: JobConfig, degrees: "Sequence[Degrees]") -> list[st
     config = resolve.hf_config(job)
     _, depth = shortened(job, config)
     model = modeling.build(config)
-    blocks = len(depth.places) + len(depth.removed)
     remove_blocks(model, depth.removed)
 
     @cache
@@ -116,9 +131,23 @@ def refusals_in_process(job: JobConfig, degrees: "Sequence[Degrees]") -> list[st
             return str(error)
         return None
 
-    return [
-        f"{blocks} blocks can't be divided into {each.pp} stages"
-        if each.pp > blocks
-        else refusal(each.tp, each.cp, each.ep)
-        for each in degrees
-    ]
+    return [refusal(each.tp, each.cp, each.ep) for each in degrees]
+
+
+def stages_in_process(job: JobConfig, counts: Sequence[int]) -> list[tuple[int, ...] | str]:
+    """Return for each degree of pipeline parallelism the first block of each stage, or why the model has no such stages."""
+    from titanplans import modeling
+    from titanplans.training.job import resolve
+    from titanplans.training.job.checks import import_custom
+    from titanplans.training.pipeline.stage import starts_of_stages
+
+    import_custom(job)
+    model = modeling.build(resolve.hf_config(job))
+
+    def starts(count: int) -> tuple[int, ...] | str:
+        try:
+            return starts_of_stages(model, job.parallelism, count, job.training.seq_len)
+        except UserError as error:
+            return str(error)
+
+    return [starts(count) for count in counts]

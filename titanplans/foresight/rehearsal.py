@@ -94,6 +94,7 @@ def rehearse(
     observer: Observer | None = None,
     *,
     repeats: bool = True,
+    is_quick: bool = False,
 ) -> Rehearsal:
     """Run two steps of `job` on fake tensors, without async tensor parallelism.
 
@@ -106,6 +107,8 @@ def rehearse(
         crossing: with a pipeline, shared by the rehearsals of its ranks, of which that of rank 0 is the first.
         observer: looks at the model before and after the steps.
         repeats: let chunks of the loss and micro batches stand for others.
+        is_quick: run no batch in the first step. It then only creates the optimizer's states, and what the allocator
+            reserves is not exact, because it depends on what the first step leaves free.
 
     Raises:
         PartsDiffer: a micro batch allocates other tensors than one that stands for it.
@@ -141,7 +144,7 @@ def rehearse(
                 lambda kernel, tensors: record.operate(work_of_kernel(kernel, tensors))
             ),
         ):
-            computation.run(record)
+            computation.run(record, is_quick=is_quick)
             parameters = [
                 list(group["param_names"])
                 for optimizer in computation.optimizers
@@ -249,8 +252,8 @@ class _Computation(StepComputation):
         with record_storages(nn.ModuleList(self.lms) if len(self.lms) > 1 else self.lms[0]) as self.record:
             yield self.record
 
-    def run(self, record: StorageRecord) -> None:
-        """Create weights and optimizers, and run two steps."""
+    def run(self, record: StorageRecord, *, is_quick: bool) -> None:
+        """Create weights and optimizers, and run two steps; `is_quick`: the first one without a batch."""
         record.segment = Segment(0, "begin")
         for part in self.model_parts:
             part.lm.to_empty(device="cpu")
@@ -263,9 +266,9 @@ class _Computation(StepComputation):
         for part in self.model_parts:
             _mark_blocks(part.lm, self.blocks, record)
         for step in range(1, STEPS + 1):
-            self._step(step, record)
+            self._step(step, record, has_batches=step == STEPS or not is_quick)
 
-    def _step(self, step: int, record: StorageRecord) -> None:
+    def _step(self, step: int, record: StorageRecord, *, has_batches: bool) -> None:
         job = self.job
         record.segment = Segment(step, "begin")
         self.optimizers.zero_grad()
@@ -274,7 +277,7 @@ class _Computation(StepComputation):
         sequences = job.training.local_batch_size
         batches = resolve.global_batch_size(job, data_parallel) // (sequences * data_parallel)
         # The first step only creates what later steps reuse.
-        batches = min(batches, BATCHES) if step == STEPS else 1
+        batches = min(batches, BATCHES) if step == STEPS else int(has_batches)
         valid_tokens = torch.ones((), dtype=torch.int64)
         for index in range(batches):
             record.segment = Segment(step, "begin", None, index)
@@ -285,6 +288,9 @@ class _Computation(StepComputation):
             with self.accumulating(last=index == batches - 1):
                 self.forward_backward_step((inputs, labels), valid_tokens)
             del tokens, positions, labels, inputs
+        if not has_batches:
+            for parameter in (p for lm in self.lms for p in lm.parameters() if p.requires_grad):
+                parameter.grad = torch.zeros_like(parameter)
         record.segment = Segment(step, "clip")
         for part in self.model_parts:
             gradients = ((name, p.grad) for name, p in part.lm.named_parameters())

@@ -6,8 +6,8 @@ up to the step.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -59,6 +59,12 @@ class TimeForecast:
     """The time of FSDP's collectives, most of which overlaps with other work."""
     actions: dict[Action, float]
     """With a pipeline, the duration of each computation of the schedule."""
+    blocks: dict[int, float]
+    """What the operators of each block of the job's model take in a step, by its index."""
+    before: float
+    """What those before the blocks take."""
+    after: float
+    """What those after the blocks take, the loss among them."""
 
     @property
     def seconds(self) -> float:
@@ -81,7 +87,16 @@ def time_of(rehearsal: Rehearsal, depth: Depth, gpu: Gpu, batches: int = 1) -> T
             scale = scale_of_batch(segment, batches)
         clocks.run(operation, segment, scale)
     actions = {action: seconds / rehearsed for action, seconds in clocks.actions.items()}
-    return TimeForecast(dict(clocks.parts), clocks.fsdp_seconds, actions)
+    blocks: dict[int, float] = defaultdict(float)
+    before = after = 0.0
+    for (kind, place), seconds in clocks.operators.items():
+        if place is not None:
+            blocks[place] += seconds
+        elif kind == "loss":
+            after += seconds
+        elif kind not in _UPDATE:
+            before += seconds
+    return TimeForecast(dict(clocks.parts), clocks.fsdp_seconds, actions, dict(blocks), before, after)
 
 
 def scale_of_batch(segment: Segment, batches: int) -> float:
@@ -94,14 +109,16 @@ def scale_of_batch(segment: Segment, batches: int) -> float:
 
 
 def _operations(rehearsal: Rehearsal, depth: Depth) -> Iterator[tuple[Segment, Operation]]:
-    """Yield the operations of the last step of the job's model, in order."""
+    """Yield the operations of the last step of the job's model, in order, with segments of its blocks."""
     operations = [each for each in rehearsal.record.operations if each.segment.step == STEPS]
-    for segment, run, _ in unrolled(operations, depth):
+    for segment, run, copy in unrolled(operations, depth):
+        place = None if segment.block is None else depth.place(segment.block, copy)
+        here = replace(segment, block=place)
         for operation in run:
             # Some operators of a block run outside of it: a schedule may gather the parameters of all blocks at once.
             block = rehearsal.block_of(operation.module) if segment.block is None else None
             for _ in range(depth.copies(block)):
-                yield segment, operation
+                yield here, operation
 
 
 def _scale_of_update(rehearsal: Rehearsal, depth: Depth) -> float:
@@ -132,6 +149,8 @@ class _Clocks:
     fsdp_seconds: float = 0.0
     parts: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     actions: dict[Action, float] = field(default_factory=lambda: defaultdict(float))
+    operators: dict[tuple[str, int | None], float] = field(default_factory=lambda: defaultdict(float))
+    """By kind of segment and block, what the default stream computes, without waits and FSDP's copies."""
 
     def run(self, operation: Operation, segment: Segment, scale: float) -> None:
         """Issue an operation, which stands for `scale` of its kind."""
@@ -156,6 +175,7 @@ class _Clocks:
                     self.copied_out = self.default
             else:
                 part = part_of(work)
+                self.operators[segment.kind, segment.block] += seconds * scale
             self.parts[part] += seconds * scale
         if isinstance(segment.action, Action):
             self.actions[segment.action] += self.default - before
@@ -201,17 +221,25 @@ def seconds_of(work: Work, gpu: Gpu) -> float:
     """
     if work.collective is not None:
         return _collective(work.collective, gpu)
-    seconds = work.bytes / (gpu.memory_gb_s * 1e9 * _MEMORY)
+    seconds = seconds_of_bytes(work.bytes, gpu)
     if not work.flops:
         return seconds
     efficiency = gpu.attention_efficiency if work.is_attention else gpu.product_efficiency
     return max(seconds, work.flops / (gpu.peak(work.dtype or torch.float32) * efficiency))
 
 
+def seconds_of_bytes(count: float, gpu: Gpu) -> float:
+    """Return the time in which `gpu` reads or writes that many bytes of its memory."""
+    return count / (gpu.memory_gb_s * 1e9 * _MEMORY)
+
+
+def bandwidth_of(group: Sequence[int], gpu: Gpu) -> float:
+    """Return the 1e9 bytes that a rank of `group` can receive in a second on a ring, by the data sheets of its links."""
+    nodes = Counter(rank // gpu.gpus_per_node for rank in group)
+    return gpu.link_gb_s if len(nodes) == 1 else min(gpu.link_gb_s, gpu.network_gb_s * max(nodes.values()))
+
+
 def _collective(collective: Collective, gpu: Gpu) -> float:
-    nodes = Counter(rank // gpu.gpus_per_node for rank in collective.group)
-    bandwidth = gpu.link_gb_s
-    if len(nodes) > 1:
-        bandwidth = min(bandwidth, gpu.network_gb_s * max(nodes.values()))
+    bandwidth = bandwidth_of(collective.group, gpu)
     hops = (collective.ranks - 1) * (2 if collective.operation == "all_reduce" else 1)
     return hops * _HOP + (collective.received or 0) / (bandwidth * 1e9 * _LINK)
