@@ -142,7 +142,7 @@ def test_a_process_that_is_killed(start, caplog):
     _, process = start()
     os.kill(process._process.pid, signal.SIGKILL)
     (line,) = wait_for(process, caplog)
-    assert "ended with exit status -9" in line
+    assert "its process was killed by SIGKILL" in line
 
 
 def test_the_process_ends_with_the_body(start):

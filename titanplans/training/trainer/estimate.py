@@ -21,7 +21,7 @@ import torch
 
 from titanplans.config import JobConfig
 from titanplans.torchrun import VARIABLES
-from titanplans.training.launch.exit_status import REPORTS
+from titanplans.training.launch.exit_status import REPORTS, describe_exit
 from titanplans.training.trainer.device import DeviceMemory, Peak
 
 CPU_SECONDS = 60
@@ -124,7 +124,7 @@ class BackgroundEstimate:
         if status == -signal.SIGPROF:
             reason = f"it takes more than {self._cpu_seconds:g} s of processor time; {_COMMAND} has no limit"
         elif status != 0:
-            reason = f"its process ended with exit status {status}; {_COMMAND} may say why"
+            reason = f"its process {describe_exit(status)}; {_COMMAND} may say why"
         elif (refusal := (answer := json.loads(out)).get("refusal")) is not None:
             reason = refusal
         else:
