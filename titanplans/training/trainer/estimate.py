@@ -87,9 +87,10 @@ class BackgroundEstimate:
             env=_environment(),
             start_new_session=True,  # Ctrl-C is sent to all processes of a session's foreground group
         )
-        request, self._answer = self._process.stdin, self._process.stdout
+        request, answer = self._process.stdin, self._process.stdout
         assert request is not None
-        assert self._answer is not None
+        assert answer is not None
+        self._answer = answer
         with contextlib.suppress(BrokenPipeError), request:  # if it has ended, its exit status says why
             request.write(pickle.dumps((job, world_size, device_name, memory)))
 
