@@ -6,7 +6,8 @@ from typing import NamedTuple
 from titanplans.errors import ParallelError
 
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-_VARIABLES = (*_NUMBERS, "MASTER_ADDR", "MASTER_PORT")
+VARIABLES = (*_NUMBERS, "MASTER_ADDR", "MASTER_PORT")
+"""The environment variables that say which rank of a job a process is."""
 _MAX_RANK = 2**31 - 1
 """torch stores ranks in 32 bits."""
 
@@ -28,8 +29,8 @@ def read_ranks(environ: Mapping[str, str]) -> Ranks | None:
     Raises:
         ParallelError: only some are set, they are not numbers, or they contradict each other.
     """
-    present = [name for name in _VARIABLES if name in environ]
-    missing = [name for name in _VARIABLES if name not in environ]
+    present = [name for name in VARIABLES if name in environ]
+    missing = [name for name in VARIABLES if name not in environ]
     if not present:
         return None
     if missing and missing != ["LOCAL_WORLD_SIZE"]:

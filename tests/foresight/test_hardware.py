@@ -3,7 +3,7 @@
 import pytest
 
 from titanplans.errors import ConfigError
-from titanplans.foresight.hardware import find_gpu
+from titanplans.foresight.hardware import find_gpu, gpu_of_device
 
 TABLE = {
     "memory_gib": 24,
@@ -44,7 +44,7 @@ def test_a_gpu_that_is_like_another(tmp_path):
     file = tmp_path / "own.toml"
     file.write_text('[cluster]\nlike = "H100"\nnetwork_gb_s = 100')
     gpu, like = find_gpu("cluster", file), find_gpu("H100")
-    assert (gpu.network_gb_s, gpu.memory_gb_s) == (100, like.memory_gb_s)
+    assert (gpu.network_gb_s, gpu.memory_gb_s, gpu.torch_names) == (100, like.memory_gb_s, ())
 
 
 @pytest.mark.parametrize("like", ["1", "[]", '"other"', '"mine"', '"second"'])
@@ -72,3 +72,34 @@ def test_what_is_refused(tmp_path, changes, message):
 def test_a_value_that_is_no_table(tmp_path):
     with pytest.raises(ConfigError, match=r"\[other\]: 1 is not a table"):
         find_gpu("other", write(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("device_name", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA B200", "B200"),
+        ("AMD Instinct MI300X", "MI300X"),
+    ],
+)
+def test_the_gpu_of_a_device_has_its_own_memory(device_name, name):
+    gpu = gpu_of_device(device_name, 70 * 2**30)
+    assert gpu == find_gpu(name).replace(memory_gib=70.0)
+
+
+@pytest.mark.parametrize(
+    "device_name",
+    [
+        "NVIDIA H100 PCIe",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA H200 NVL",
+        "NVIDIA L40S",
+        "Tesla V100-SXM2-16GB",
+    ],
+)
+def test_a_device_that_is_none_of_these_gpus(device_name):
+    with pytest.raises(ConfigError, match=f'"{device_name}": no GPU of titanplans.*--hardware FILE.toml'):
+        gpu_of_device(device_name, 2**30)

@@ -2,21 +2,19 @@
 
 import argparse
 import json
-import os
 import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 from titanplans.cli.machines import add_machine_options, gpu_of, world_size_of
 from titanplans.config import load_job
+from titanplans.foresight.allocator import has_expandable_segments
 from titanplans.text import columns, counted
 
 if TYPE_CHECKING:
     from titanplans.foresight.forecast import Forecast
     from titanplans.foresight.memory import MemoryForecast
     from titanplans.observe.storages import Segment
-
-_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -66,11 +64,6 @@ def main(argv: list[str]) -> int:
         print("\n".join([*_lines_of_time(forecast), summary_of_time(forecast), *forecast.notes]))
         print(f"{time.monotonic() - began:.0f} s", file=sys.stderr)
     return 0 if forecast.retries(expandable) is not None else 1
-
-
-def has_expandable_segments() -> bool:
-    """Whether torch's allocator would use expandable segments, by the environment."""
-    return any("expandable_segments:true" in os.environ.get(name, "").lower() for name in _SETTINGS)
 
 
 def lines_of_memory(forecast: "MemoryForecast", title: str, expandable: bool) -> list[str]:

@@ -7,6 +7,7 @@ of large blocks for each stream, best fit, splitting, and merging of free neighb
     expandable    A pool is one range of addresses that is mapped from its beginning (expandable_segments:True).
 """
 
+import os
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -25,6 +26,14 @@ _LARGE = 10 * MIB
 """`kMinLargeAlloc`: a larger block gets a segment of its own."""
 _LARGE_ROUNDING = 2 * MIB
 """`kRoundLarge`: the size of such a segment is rounded up to a multiple of it."""
+
+_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""The environment variables with the settings of torch's allocator."""
+
+
+def has_expandable_segments() -> bool:
+    """Whether torch's allocator would use expandable segments, by the environment."""
+    return any("expandable_segments:true" in os.environ.get(name, "").lower() for name in _SETTINGS)
 
 
 class Event(NamedTuple):

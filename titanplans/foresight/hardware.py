@@ -1,4 +1,4 @@
-"""`find_gpu`: the GPUs of `hardware.toml`, and those of a user's file."""
+"""`find_gpu`, `gpu_of_device`: the GPUs of `hardware.toml`, and those of a user's file."""
 
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ class Gpu(Options):
     """A GPU. The keys are described in hardware.toml."""
 
     name: str
+    torch_names: tuple[str, ...] = ()
     memory_gib: float
     outside_gib: float
     gpus_per_node: int
@@ -68,8 +69,8 @@ def find_gpu(name: str, file: Path | None = None) -> Gpu:
             raise ConfigError(
                 f"{where}: like = {show(like)}: no such GPU; {did_you_mean(str(like), complete)}"
             )
-        table = tables[like] | others
-    if missing := sorted(Gpu.model_fields.keys() - table.keys() - {"name"}):
+        table = tables[like] | {"torch_names": []} | others
+    if missing := sorted(Gpu.model_fields.keys() - table.keys() - {"name", "torch_names"}):
         raise ConfigError(
             f"{where}: {', '.join(missing)} is missing; hardware.toml of titanplans describes the keys"
         )
@@ -77,3 +78,27 @@ def find_gpu(name: str, file: Path | None = None) -> Gpu:
         return Gpu(name=name, **table)
     except OptionError as error:
         raise ConfigError(f"{where}: {error}") from error
+
+
+def gpu_of_device(device_name: str, memory: int) -> Gpu:
+    """Return the GPU of titanplans with this name in torch, and with this memory.
+
+    The names must be equal: "NVIDIA H100 PCIe" has another bandwidth than H100, and "NVIDIA H100 80GB HBM3 MIG 1g.10gb" is a
+    part of one.
+
+    Args:
+        device_name: what `torch.cuda.get_device_name` returns.
+        memory: the device's memory in bytes, of `torch.cuda.get_device_properties`.
+
+    Raises:
+        ConfigError: there is no such GPU.
+    """
+    names = {
+        torch_name: name for name, keys in read_toml(_FILE).items() for torch_name in keys["torch_names"]
+    }
+    if device_name not in names:
+        raise ConfigError(
+            f'"{device_name}": no GPU of titanplans\' hardware.toml has this name. Describe it in a file: titanplans '
+            "estimate JOB.toml --hardware FILE.toml --gpu NAME"
+        )
+    return find_gpu(names[device_name]).replace(memory_gib=memory / 2**30)

@@ -44,8 +44,8 @@ def rehearsing(gpu: "Gpu", processes: int = 1) -> Iterator[ProcessPoolExecutor]:
         ParallelError: a process ended without a result.
     """
     prepare()
-    start = partial(_start, gpu.processors, gpu.shared_memory)
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("forkserver"), start) as pool:
+    initializer = partial(start, gpu.processors, gpu.shared_memory)
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("forkserver"), initializer) as pool:
         try:
             yield pool
         except BrokenProcessPool as error:
@@ -55,7 +55,8 @@ def rehearsing(gpu: "Gpu", processes: int = 1) -> Iterator[ProcessPoolExecutor]:
             ) from error
 
 
-def _start(processors: int, shared_memory: int) -> None:
+def start(processors: int, shared_memory: int) -> None:
+    """Make this process one in which jobs are forecast, and nothing else is done."""
     silence(training=True)
     from titanplans.kernels import without_launches
     from titanplans.training.trainer.device import prepare_device

@@ -31,6 +31,20 @@ def resumed(folder: Path, model: str, dump: str, *options: str):
     return uninterrupted, half, torch.equal(generator, torch.get_rng_state())
 
 
+class Measurements:
+    """Takes the place of an estimate, and keeps what it gets: step, and the time of a step if it is known."""
+
+    def __init__(self):
+        self.times = []
+
+    def log(self):
+        self.times.append("start")
+
+    def after_step(self, step, memory, seconds):
+        assert memory.peak().reserved
+        self.times.append((step, seconds))
+
+
 def on_one_rank(rank: int) -> dict:
     folder = Path(os.environ["TEST_FOLDER"])
     steps = "--training.steps=20"
@@ -61,17 +75,20 @@ def on_one_rank(rank: int) -> dict:
         prepare=watch_saves,
     )
     results["at each save"] = saved
+    measurements = Measurements()
     everything, trainer = train(
         folder, "llama", "everything",
         "--training.max_norm=0.01", "--lr_scheduler.decay_ratio=0.5",
         *VALIDATION, "--metrics.enable_tensorboard", "--metrics.enable_jsonl", "--metrics.log_freq=3",
         "--profiling.enable_profiling", "--profiling.profile_freq=4", "--profiling.profiler_warmup=1",
+        prepare=lambda trainer: setattr(trainer, "estimate", measurements),
     )  # fmt: skip
     model = trainer.model_parts[0]
     # Not model.parameters(): after a validation, FSDP's root module still has its gathered parameters.
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
     norms = [p.grad.full_tensor().norm() for group in groups for p in group["params"]]
     results["everything"] = everything.rows
+    results["measurements"] = measurements.times
     results["clipped_norm"] = math.hypot(*norms)
     results["training"] = model.lm.training
     results["names"] = set(model.lm.state_dict())
@@ -156,6 +173,20 @@ def test_first_every_nth_and_last_step_are_logged(one_rank):
         assert row["memory/peak_rss(GiB)"] > 0.05
         assert row["tflops"] > 0
         assert not [key for key in row if "mfu" in key], "no MFU on a device with unknown peak FLOPS"
+
+
+def test_the_time_compared_with_an_estimate_is_that_of_steps_after_the_third(one_rank):
+    start, *times = one_rank["measurements"]
+    assert start == "start"
+    seconds = {
+        row["step"]: row["time_metrics/end_to_end(s)"] for row in one_rank["everything"] if "grad_norm" in row
+    }
+    assert times == [
+        *[(step, None) for step in range(1, 6)],
+        (6, seconds[6]),
+        (7, seconds[6]),
+        (8, seconds[8]),
+    ]
 
 
 def test_validation_follows_training(one_rank):

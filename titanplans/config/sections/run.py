@@ -59,6 +59,10 @@ class Metrics(Options, section="metrics"):
     """Measure the first step: write its communication, its compiled graphs and a pipeline's times into
     dump_folder/parallelism.json."""
 
+    estimate: bool = True
+    """Estimate the memory and the time of a step in the background while the job starts; log a warning if the job does not
+    fit, and the estimate next to what is measured. Only on CUDA and ROCm."""
+
 
 class Profiling(Options, section="profiling", refuses=groups.profiling):
     """Traces of where time and memory go."""

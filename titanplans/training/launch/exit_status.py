@@ -117,7 +117,7 @@ def failures(processes: list[BaseProcess], folder: Path) -> list[Failure]:
     for rank, process in enumerate(processes):
         if status := process.exitcode:
             path = folder / f"rank_{rank}.json"
-            report = json.loads(path.read_text()) if path.exists() else {"how": _describe_exit(status)}
+            report = json.loads(path.read_text()) if path.exists() else {"how": describe_exit(status)}
             failed.append(Failure(rank, process.pid, status, **report))
     # A rank that was killed leaves no report and has time 0. It counts as the first, since the other ranks fail once it is
     # gone.
@@ -133,7 +133,8 @@ def is_decided(failed: list[Failure]) -> bool:
     return failed[0].time == 0 or (failed[0].line != "" and failed[0].rank == 0)
 
 
-def _describe_exit(status: int) -> str:
+def describe_exit(status: int) -> str:
+    """Return how a process with this exit code ended, as the end of a sentence."""
     if status == -signal.SIGKILL:
         return "was killed by SIGKILL (by the system, if memory ran out)"
     if status < 0:

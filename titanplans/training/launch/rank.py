@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from titanplans import disk
 from titanplans.config import JobConfig
 from titanplans.errors import RunError, UserError
+from titanplans.parallel.mesh.process_group import local_device
 from titanplans.text import columns
 from titanplans.training.checkpoint.folder import checkpoint_folder, describe_newest
 from titanplans.training.launch.exit_status import REPORTS, exit_now, fail, refuse
@@ -60,24 +61,29 @@ def run_rank(job: JobConfig, evaluated_checkpoint: Path | None = None) -> int:
 
 
 def _train(job: JobConfig, rank: int, stop_requested: threading.Event) -> None:
-    trainer = _trainer(job, rank)
+    _prepare(job, rank)
+    from titanplans.training.trainer.estimate import estimating
     from titanplans.training.trainer.step import GracefulStop
 
-    if job.checkpoint.save_on_signal:
-        trainer.graceful_stop = GracefulStop(stop_requested.is_set)
-    # The libraries have half a million objects. Freezing them exempts them from the garbage collection before each save.
-    gc.freeze()
-    with disk.raise_not_saved(trainer.resume_point):
-        try:
-            trainer.train()
-        except Stopped:
+    with estimating(job, local_device()) as estimate:
+        trainer = _trainer(job)
+        trainer.estimate = estimate
+        if job.checkpoint.save_on_signal:
+            trainer.graceful_stop = GracefulStop(stop_requested.is_set)
+        # The libraries have half a million objects. Freezing them exempts them from the garbage collection before each save.
+        gc.freeze()
+        with disk.raise_not_saved(trainer.resume_point):
+            try:
+                trainer.train()
+            except Stopped:
+                trainer.close()
+                raise
             trainer.close()
-            raise
-        trainer.close()
 
 
 def _evaluate(job: JobConfig, rank: int, checkpoint: Path) -> None:
-    trainer = _trainer(job, rank)
+    _prepare(job, rank)
+    trainer = _trainer(job)
     losses = trainer.evaluate(checkpoint)
     if rank == 0:
         rows = [(name, f"{loss:.5f}", f"{math.exp(loss):,.2f}") for name, loss in losses.items()]
@@ -86,15 +92,20 @@ def _evaluate(job: JobConfig, rank: int, checkpoint: Path) -> None:
     trainer.close()
 
 
-def _trainer(job: JobConfig, rank: int) -> "Trainer":
+def _prepare(job: JobConfig, rank: int) -> None:
+    """Set up logging, the device, its kernels and the user's modules in this process."""
     init_logging(rank)
     device_type = prepare_device()
     # Imported after logging is set up, since the libraries log on import.
     from titanplans import kernels
     from titanplans.training.job.checks import import_custom
-    from titanplans.training.trainer.trainer import Trainer
 
     kernels.install(device_type)
     import_custom(job)  # a spawned rank has not yet imported the user's modules, which register plans
+
+
+def _trainer(job: JobConfig) -> "Trainer":
+    from titanplans.training.trainer.trainer import Trainer
+
     with disk.raise_not_saved(lambda: describe_newest(checkpoint_folder(job))):
         return Trainer(job)

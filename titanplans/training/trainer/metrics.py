@@ -47,6 +47,8 @@ class MetricsProcessor:
         validation_loss: the newest validation loss, in nats per token.
         ntokens_since_last_log: tokens in this rank's batches since the last log line.
         data_loading_times: seconds that loading each batch took, since the last log line.
+        seconds_per_step: mean time of the steps of the newest log line; None while these include one of the first three,
+            which compile, rebuild buckets or are recorded.
     """
 
     total_steps: int
@@ -69,6 +71,7 @@ class MetricsProcessor:
         self.logger: Any = self._make_writers(values)
         self.ntokens_since_last_log = 0
         self.data_loading_times: list[float] = []
+        self.seconds_per_step: float | None = None
         self.time_last_log = time.perf_counter()
         self._first_step = 0
         self._peak_before_validation: Peak | None = None
@@ -114,6 +117,10 @@ class MetricsProcessor:
         if step == self._first_step:
             self._last_logged_step, self._time_first_log = step - 1, now
 
+        seconds_per_step = seconds / (step - self._last_logged_step)
+        if self._last_logged_step >= self._first_step + 2:
+            self.seconds_per_step = seconds_per_step
+
         tokens_per_device = self.ntokens_since_last_log / (seconds * self.mesh.non_data_parallel_size)
         tokens = tokens_per_device * self.mesh.world_size
         tflops = self.num_flops_per_token * tokens_per_device / 1e12
@@ -126,7 +133,7 @@ class MetricsProcessor:
             "throughput(tps)": tokens_per_device,
             "throughput/all_devices(tps)": tokens,
             "tflops": tflops,
-            "time_metrics/end_to_end(s)": seconds / (step - self._last_logged_step),
+            "time_metrics/end_to_end(s)": seconds_per_step,
             "time_metrics/data_loading(s)": loading / len(self.data_loading_times),
             "time_metrics/data_loading(%)": 100 * loading / seconds,
             **memory,

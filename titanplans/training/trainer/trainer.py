@@ -39,6 +39,7 @@ from titanplans.training.job.derived import check_same_plan
 from titanplans.training.launch.processes import lower_timeouts, start_processes
 from titanplans.training.trainer import documents
 from titanplans.training.trainer.computation import Batch, StepComputation
+from titanplans.training.trainer.estimate import BackgroundEstimate
 from titanplans.training.trainer.metrics import MetricsProcessor
 from titanplans.training.trainer.model import make_models
 from titanplans.training.trainer.optimizer import LRSchedulers, Optimizers, prepare_optimizer
@@ -56,6 +57,7 @@ class Trainer(StepComputation):
         step: the number of steps taken, including the current one.
         tokens_seen: the number of tokens in this rank's batches of all steps, including padding.
         graceful_stop: with checkpoint.save_on_signal, decides after which step all ranks end; set by `run_rank`.
+        estimate: the estimate of this job in the background, if there is one; set by `run_rank`.
 
     Raises:
         ConfigError, ModelError, ParallelError, DataError: the model, the data or the mesh can't be built as the job says.
@@ -69,6 +71,7 @@ class Trainer(StepComputation):
         self.cp_mesh = self.mesh.get_optional_mesh("cp")
         self.step = self.tokens_seen = self._last_validated_step = 0
         self.graceful_stop: GracefulStop | None = None
+        self.estimate: BackgroundEstimate | None = None
         self.gc = utils.GarbageCollection(job.training.gc_freq, job.training.gc_debug)
         # All ranks have the same seed: a pipeline's stages must be initialised like the unsplit model.
         set_determinism(self.mesh, self.device, job.debug, distinct_seed_mesh_dims=[])  # pyrefly: ignore[bad-argument-type]
@@ -192,6 +195,8 @@ class Trainer(StepComputation):
         checkpointer.load()
         first, last = self.step + 1, job.training.steps
         logger.info(f"Training starts at step {first}")
+        if self.estimate is not None:
+            self.estimate.log()  # before the first step, which may run out of memory
         batches = iter(self.dataloader)
         profiling = Profiler.Config(**vars(job.profiling)).build(
             global_step=self.step, base_folder=job.job.dump_folder
@@ -214,6 +219,9 @@ class Trainer(StepComputation):
                 self.gc.run(self.step)
                 with self.report.measuring(self.step) as mark_logging:
                     self._take_step(step_batches, mark_logging)
+                if self.estimate is not None:
+                    metrics = self.metrics_processor
+                    self.estimate.after_step(self.step, metrics.memory, metrics.seconds_per_step)
                 if self.step == first and getattr(self.strategy, "enable_async_tensor_parallel", False):
                     with rename_option_errors():
                         async_tp.check_fused(self.mesh, self.strategy.async_tensor_parallel_unfused)  # pyrefly: ignore[missing-attribute]
