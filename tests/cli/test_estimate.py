@@ -1,12 +1,19 @@
 """`titanplans estimate`, as a user calls it."""
 
 import json
+import re
+from functools import partial
 
 import pytest
+import torch
 
+from tests.foresight.test_measure import OF_DEVICE, SIZES
 from tests.support import rehearsals
 from tests.support.programs import run_python
 from titanplans import modeling
+from titanplans.cli.measure import measure_rank
+from titanplans.foresight import measure as foresight
+from titanplans.foresight.hardware import find_gpu
 
 JOB = """
 [model]
@@ -90,3 +97,40 @@ def test_a_model_that_ends_the_process(estimate):
     status, _, err = estimate(name="rwkv7")
     assert status == 2
     assert "its step on tensors without memory ended the process" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--measure"], "finds no GPU of CUDA or ROCm to measure; run the command on a machine that has one"),
+        (["--measure", "--output=cluster.json"], "name it cluster.toml"),
+        (["--measure", "--output=cluster.toml"], "cluster.toml: it exists"),
+        (["--measure", "--gpu=H100"], "unrecognized arguments: --gpu=H100"),
+        (["--output=new.toml"], "this is the file of --measure"),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests the error without a GPU")
+def test_what_can_not_be_measured(options, message, tmp_path):
+    (tmp_path / "cluster.toml").write_text(GPU)
+    result = run_python("-m", "titanplans", "estimate", *options, cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert message in result.stderr
+
+
+def test_a_measured_gpu_is_used_by_the_estimate(estimate, tmp_path, monkeypatch, capsys):
+    """This rank has a CPU, which stands for a GPU of two that it has measured."""
+    name = 'Some "GPU" 80GB'
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(foresight, "device_keys", lambda device: OF_DEVICE)
+    monkeypatch.setattr(foresight, "measure", partial(foresight.measure, sizes=SIZES))
+    assert measure_rank(None) == 0
+    printed = capsys.readouterr().out
+    assert measure_rank(tmp_path / "measured.toml") == 0
+    measured = (tmp_path / "measured.toml").read_text()
+    without_values = [re.sub("= .*", "", text) for text in (printed, measured)]
+    assert without_values[0] == without_values[1]
+    status, out, err = estimate(f"--gpu={name}", "--hardware=measured.toml", "--json")
+    assert status == 0, err
+    gpu = json.loads(out)["gpu"]
+    assert gpu == find_gpu(name, tmp_path / "measured.toml").to_dict()
+    assert gpu["memory_gib"] == OF_DEVICE["memory_gib"].value
