@@ -20,7 +20,7 @@ def parser() -> argparse.ArgumentParser:
         prog="titanplans estimate --measure",
         usage="titanplans estimate --measure [--output cluster.toml]",
         description="Measure the GPUs of this machine with a process for each of them, or under torchrun those of several "
-        "machines, and print them as a table that --hardware reads. Takes about a minute, and needs idle GPUs.",
+        "machines, and print them as a table that --hardware reads. Nothing else should use the GPUs.",
         epilog="exit status: 0 measured, 1 a rank failed, 2 it can't be measured",
         allow_abbrev=False,
     )
