@@ -1,8 +1,9 @@
 """`titanplans estimate`, as a user calls it."""
 
 import json
-import re
 from functools import partial
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from tests.support import rehearsals
 from tests.support.programs import run_python
 from titanplans import modeling
 from titanplans.cli.measure import measure_rank
-from titanplans.foresight import measure as foresight
 from titanplans.foresight.hardware import find_gpu
+from titanplans.foresight.measure import measure
+from titanplans.training.launch.launcher import launch_function
 
 JOB = """
 [model]
@@ -117,20 +119,30 @@ def test_what_can_not_be_measured(options, message, tmp_path):
     assert message in result.stderr
 
 
-def test_a_measured_gpu_is_used_by_the_estimate(estimate, tmp_path, monkeypatch, capsys):
-    """This rank has a CPU, which stands for a GPU of two that it has measured."""
-    name = 'Some "GPU" 80GB'
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    monkeypatch.setattr(foresight, "device_keys", lambda device: OF_DEVICE)
-    monkeypatch.setattr(foresight, "measure", partial(foresight.measure, sizes=SIZES))
-    assert measure_rank(None) == 0
-    printed = capsys.readouterr().out
-    assert measure_rank(tmp_path / "measured.toml") == 0
-    measured = (tmp_path / "measured.toml").read_text()
-    without_values = [re.sub("= .*", "", text) for text in (printed, measured)]
-    assert without_values[0] == without_values[1]
-    status, out, err = estimate(f"--gpu={name}", "--hardware=measured.toml", "--json")
+NAME = 'Some "GPU" 80GB'
+
+
+def measure_a_cpu(file: Path | None) -> int:
+    """Measure as one rank, whose CPU stands for a GPU."""
+    with (
+        mock.patch("torch.cuda.get_device_name", return_value=NAME),
+        mock.patch("titanplans.foresight.measure.device_keys", return_value=OF_DEVICE),
+        mock.patch("titanplans.foresight.measure.measure", partial(measure, sizes=SIZES)),
+    ):
+        return measure_rank(file)
+
+
+def test_a_measured_gpu_is_used_by_the_estimate(estimate, tmp_path):
+    assert launch_function(partial(measure_a_cpu, tmp_path / "measured.toml"), 2) == 0
+    status, out, err = estimate(f"--gpu={NAME}", "--hardware=measured.toml", "--json")
     assert status == 0, err
     gpu = json.loads(out)["gpu"]
-    assert gpu == find_gpu(name, tmp_path / "measured.toml").to_dict()
+    assert gpu == find_gpu(NAME, tmp_path / "measured.toml").to_dict()
     assert gpu["memory_gib"] == OF_DEVICE["memory_gib"].value
+    assert gpu["gpus_per_node"] == 2
+
+
+def test_a_measured_gpu_is_printed(tmp_path, capsys):
+    assert measure_a_cpu(None) == 0
+    (tmp_path / "printed.toml").write_text(capsys.readouterr().out)
+    assert find_gpu(NAME, tmp_path / "printed.toml").gpus_per_node == 1

@@ -142,7 +142,7 @@ class _Measurement:
             self._put("bfloat16_tflops", self.like.bfloat16_tflops, source)
         else:
             fastest = max(sum(work.flops for work in call.works) / call.seconds for call in in_bfloat16)
-            source = f"the fastest product of product_efficiency, since hardware.toml has no data sheet of {self.name}"
+            source = f"the fastest of product_efficiency's products, since hardware.toml has no data sheet of {self.name}"
             self._put("bfloat16_tflops", fastest / 1e12, source)
         self._solve(
             "product_efficiency", in_bfloat16, f"{of_layers}, in bfloat16, relative to bfloat16_tflops"
