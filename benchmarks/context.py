@@ -1,15 +1,12 @@
 """Compare an unsplit model, tensor parallelism and context parallelism: bytes, peak memory and seconds in one run.
 
     python -m benchmarks.context [--tokens 4096] [--rounds 3] [--layers 4]
-    python -m benchmarks.context --fake [llama:3.1-8B job.toml ...] [--lengths 32640 262144] [--degrees 1 2 4 8]
 
 Trains a Llama of hidden size 512 in float32 on one sequence: the unsplit model on one rank, the split models on two ranks
 over gloo. Tensor parallelism includes sequence parallelism. The variants are interleaved, each in new single-threaded
 processes, which run a warm-up step, a step whose collectives are counted, and a step that is timed. The bytes are what one
 rank receives per step if collectives use a ring. Gradient reductions are not counted. Memory is the peak resident memory
-of a rank, minus its resident memory before the steps. With --fake, the peak of a rank's activations is measured on fake
-tensors instead (`benchmarks.context_memory`), for models and lengths that do not fit this machine. With context
-parallelism this peak is proportional to 1 / degree.
+of a rank, minus its resident memory before the steps. `benchmarks.memory` has the estimated memory of larger models on GPUs.
 """
 
 import argparse
@@ -30,8 +27,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from titanplans.training.launch.exit_status import finish
 
 VARIANTS: dict[str, dict[str, int]] = {"unsplit": {}, "tp 2, sequence parallel": {"tp": 2}, "cp 2": {"cp": 2}}
-LENGTHS = (32_640, 262_144, 1_048_576)
-"""Lengths for --fake. The first is not a power of two, so that no shard has the shape of a weight (see `Peak`)."""
 
 
 def main() -> None:
@@ -39,20 +34,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--layers", type=int, default=4)
-    words = "measure only the peak of activations on fake tensors, of named models or jobs; default: llama:3.1-8B gla:7B"
-    parser.add_argument("--fake", nargs="*", metavar="MODEL", help=words)
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="sequence lengths for --fake")
-    parser.add_argument("--degrees", type=int, nargs="+", default=[1, 2, 4, 8], help="degrees for --fake")
-    parser.add_argument("--fake-layers", type=int, help="number of layers for --fake; default: all")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
-    if args.fake is not None:
-        on_fake_tensors(args)
-    else:
-        over_gloo(args)
-
-
-def over_gloo(args: argparse.Namespace) -> None:
     # With this threshold glibc returns freed memory to the system, so that the peak contains only live tensors.
     os.environ.update(MALLOC_MMAP_THRESHOLD_="65536", OMP_NUM_THREADS="1")
     results: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
@@ -127,21 +110,6 @@ def work(rank: int, name: str, args: argparse.Namespace, folder: str) -> None:
         torch.save(results | {"loss": loss.item()} | dict(kinds), Path(folder) / "results.pt")
     dist.barrier()
     dist.destroy_process_group()
-
-
-def on_fake_tensors(args: argparse.Namespace) -> None:
-    from benchmarks.context_memory import MODELS, peak
-
-    print(f"| model | tokens | {' | '.join(f'cp {c}' for c in args.degrees)} |", end="")
-    tps = [degree for degree in args.degrees if degree > 1]
-    print(" | ".join(f" tp {degree}" for degree in tps) + " |")
-    print("|---|---|" + "---:|" * (len(args.degrees) + len(tps)))
-    for model in args.fake or MODELS:
-        for tokens in args.lengths:
-            degrees = [(1, degree) for degree in args.degrees] + [(degree, 1) for degree in tps]
-            peaks = [peak(model, tokens, tp, cp, args.fake_layers).bytes for tp, cp in degrees]
-            sizes = " | ".join(f"{size / 1e9:.{1 if size > 1e9 else 3}f}" for size in peaks)
-            print(f"| {model} | {tokens:,} | {sizes} |", flush=True)
 
 
 if __name__ == "__main__":

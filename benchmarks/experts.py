@@ -1,4 +1,4 @@
-"""Compare experts split by width and by expert: bytes and time of a step, host time of the dispatch, memory of a rank.
+"""Compare experts split by width and by expert: bytes and time of a step, and host time of the dispatch.
 
     python -m benchmarks.experts [--rounds 10]
 
@@ -18,17 +18,7 @@ Host time: one mixture of experts on one rank, computed once by the module's for
 rank, the all-to-alls of the dispatch (gloo) send everything to this rank itself. Milliseconds are processor time of the
 calling thread.
 
-Memory: one of 8 ranks of torch's fake process group with Qwen3-30B-A3B. Nothing is allocated; a GB is 1e9 bytes. The bytes
-of parameters, gradients and AdamW's state are counted on meta, in float32, after `parallelize`. "Activations" is the peak of
-a step on fake tensors in bfloat16 (`benchmarks.context_memory`), with all blocks recomputed and chunked loss. The tokens are
-distributed evenly over the ranks; a real router does not distribute them evenly. There are 4080 tokens per FSDP rank,
-because at 4096 some activations would have the shape of a weight and would not count. Only 4 blocks run; for the other 44,
-the bytes of their saved inputs are added. The result agrees with a run of all 48 blocks. "A block" is the size of a block's
-parameters, gathered in bfloat16. Not included are prefetched blocks, gradients before their reduction and their buffers, the
-gathered embedding and head, CUDA with its libraries, and fragmentation. "All bf16" is the sum if all states are in bfloat16.
-"Published" is the peak that transformers' documentation (expert_parallelism.md) gives for fine-tuning on 8 H100 in bfloat16
-at 2048 tokens, with ep_size = tp_size = 8, 4 or 2 and fsdp_size for the remaining ranks. Its dtypes and settings differ
-from the ones here, and the documentation does not say how the peak was measured.
+`benchmarks.memory` has the estimated memory of a rank of Qwen3-30B-A3B.
 """
 
 import argparse
@@ -45,35 +35,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-import transformers.models.qwen3_moe.modeling_qwen3_moe as qwen
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.context_memory import Peak, _step
-from titanplans import FSDP2Config, apply_plan, kernels, modeling, parallelize
+from titanplans import apply_plan, modeling
 from titanplans.loss import cross_entropy
 from titanplans.modeling.samples import build_real
 from titanplans.observe.recorder import record_collectives
-from titanplans.observe.tracker import fsdp_units
-from titanplans.parallel.mesh.mesh import Mesh, mesh_of_one
+from titanplans.parallel.mesh.mesh import Mesh
 from titanplans.plan.degrees import Degrees
-from titanplans.proof.ranks.fake import fake_ranks
 from titanplans.split.experts.dispatch import ExpertRanks, install_dispatch
-from titanplans.torch_private.dtensor import local_tensor
 from titanplans.training.launch.exit_status import finish
 
 SMALL = dict(hidden_size=256, moe_intermediate_size=256, num_experts=16, num_experts_per_tok=4)
 TINY = dict(hidden_size=64, moe_intermediate_size=64, num_experts=8, num_experts_per_tok=2)
 BATCH, TOKENS, WARM_UP = 2, 512, 2
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "in experts")
-LARGE, LONG, BLOCKS, RUN = "30B-A3B", 4080, 48, 4
-MESHES = [
-    *((8, 1, 1, "-"), (8, 1, 8, "-"), (4, 2, 1, "-"), (4, 2, 8, "-")),
-    *((1, 8, 8, "38.6"), (2, 4, 4, "34.2"), (4, 2, 2, "32.3")),
-]
-"""The degrees of FSDP, tp and ep, and the published peak in GB."""
 
 
 def main() -> None:
@@ -103,7 +79,6 @@ def main() -> None:
             cells += [ratio(times, results[f"tp {ranks}"][0]), f"{loss:.6f}"]
             print(f"| {name} | {' | '.join(cells)} |", flush=True)
     host_time(4 * args.rounds)
-    memory()
 
 
 def words(times: list[float]) -> str:
@@ -223,81 +198,6 @@ def time_calls(modules: Any, sizes: dict[str, int], tokens: int, calls: int) -> 
                 times[1][index].append(time.thread_time() - begin)
         torch.testing.assert_close(*outputs)
     return times
-
-
-def memory() -> None:
-    kernels.install("cpu")
-    qwen.create_causal_mask = lambda *args, **kwargs: None  # flash attention needs no mask
-    print(f"\nMemory of a rank, GB: Qwen3-{LARGE}, {LONG} tokens per FSDP rank\n")
-    print("| mesh | parameters | gradients | AdamW | activations | a block | sum | all bf16 | published |")
-    print("|---|" + "---:|" * 8)
-    for fsdp, tp, ep, published in MESHES:
-        degrees = Degrees(dp_shard=fsdp, tp=tp, ep=ep)
-        *states, block = state_bytes(degrees)
-        others = activations(degrees), block
-        sizes = (*states, *others, sum(states) + sum(others), sum(states) / 2 + sum(others))
-        cells = " | ".join(f"{size / 1e9:.2f}" for size in sizes)
-        print(f"| FSDP {fsdp}, tp {tp}, ep {ep} | {cells} | {published} |", flush=True)
-
-
-def state_bytes(degrees: Degrees) -> list[int]:
-    """Return the bytes of parameters, gradients and AdamW's state, and of the largest block gathered in bfloat16."""
-
-    def local_bytes(tensors: Any) -> int:
-        return sum((local_tensor(x) if isinstance(x, DTensor) else x).nbytes for x in tensors)
-
-    config = FSDP2Config(mixed_precision_param="bfloat16", mixed_precision_reduce="float32")
-    with fake_ranks(8):
-        model = modeling.build(modeling.load_config("qwen3_moe", LARGE))
-        parallelize(model, parallel_dims=Mesh(degrees, "cpu"), config=config)
-        parameters = list(model.parameters())
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer = torch.optim.AdamW(parameters, foreach=False)
-        optimizer.step()
-        gathered: Counter[str] = Counter()
-        for name, unit in fsdp_units(model):
-            # Experts are a separate FSDP module if they are sharded over other ranks than the block
-            if ".layers." in name:
-                block = name.removesuffix(".mlp.experts")
-                gathered[block] += sum(2 * param._orig_size.numel() for param in unit.fsdp_params)
-        state = [value for one in optimizer.state.values() for value in one.values()]
-        return [local_bytes(x) for x in (parameters, [p.grad for p in parameters], state)] + [
-            max(gathered.values())
-        ]
-
-
-def activations(degrees: Degrees) -> int:
-    """Return the peak bytes of a step, without weights and their gradients."""
-    with fake_ranks(8):
-        mesh = Mesh(degrees, "cpu")
-        config = modeling.load_config("qwen3_moe", LARGE, num_hidden_layers=RUN)
-        model: Any = modeling.build(config).to(torch.bfloat16)
-        if mesh.tp * mesh.ep > 1:
-            tp = mesh.get_mesh("tp") if mesh.tp > 1 else mesh_of_one("cpu")
-            apply_plan(model, tp, experts=mesh.get_mesh("ep") if mesh.ep > 1 else None)
-        with FakeTensorMode(allow_non_fake_inputs=True), EvenRouting() as routing:
-            routing.token_count = LONG // mesh.tp * config.num_experts_per_tok // mesh.ep
-            model = model.to_empty(device="cpu").train()
-            for parameter in model.parameters():
-                parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            step = _step(model, torch.zeros(1, LONG, dtype=torch.long))
-            step()
-            with Peak(model) as peak:
-                step()
-    return peak.bytes + (BLOCKS - RUN) * 2 * config.hidden_size * LONG // mesh.tp
-
-
-class EvenRouting(TorchDispatchMode):
-    """Returns `token_count` for every `.item()` of a dispatch, so that a rank sends and receives the same number of
-    tokens."""
-
-    token_count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_item = func is torch.ops.aten._local_scalar_dense.default
-        return self.token_count if is_item else func(*args, **(kwargs or {}))
 
 
 if __name__ == "__main__":

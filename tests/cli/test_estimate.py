@@ -1,12 +1,21 @@
 """`titanplans estimate`, as a user calls it."""
 
 import json
+from functools import partial
+from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 
+from tests.foresight.test_measure import OF_DEVICE, SIZES
 from tests.support import rehearsals
 from tests.support.programs import run_python
 from titanplans import modeling
+from titanplans.cli.measure import measure_rank
+from titanplans.foresight.hardware import find_gpu
+from titanplans.foresight.measure import measure
+from titanplans.training.launch.launcher import launch_function
 
 JOB = """
 [model]
@@ -90,3 +99,50 @@ def test_a_model_that_ends_the_process(estimate):
     status, _, err = estimate(name="rwkv7")
     assert status == 2
     assert "its step on tensors without memory ended the process" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--measure"], "finds no GPU of CUDA or ROCm to measure; run the command on a machine that has one"),
+        (["--measure", "--output=cluster.json"], "name it cluster.toml"),
+        (["--measure", "--output=cluster.toml"], "cluster.toml: it exists"),
+        (["--measure", "--gpu=H100"], "unrecognized arguments: --gpu=H100"),
+        (["--output=new.toml"], "this is the file of --measure"),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests the error without a GPU")
+def test_what_can_not_be_measured(options, message, tmp_path):
+    (tmp_path / "cluster.toml").write_text(GPU)
+    result = run_python("-m", "titanplans", "estimate", *options, cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert message in result.stderr
+
+
+NAME = 'Some "GPU" 80GB'
+
+
+def measure_a_cpu(file: Path | None) -> int:
+    """Measure as one rank, whose CPU stands for a GPU."""
+    with (
+        mock.patch("torch.cuda.get_device_name", return_value=NAME),
+        mock.patch("titanplans.foresight.measure.device_keys", return_value=OF_DEVICE),
+        mock.patch("titanplans.foresight.measure.measure", partial(measure, sizes=SIZES)),
+    ):
+        return measure_rank(file)
+
+
+def test_a_measured_gpu_is_used_by_the_estimate(estimate, tmp_path):
+    assert launch_function(partial(measure_a_cpu, tmp_path / "measured.toml"), 2) == 0
+    status, out, err = estimate(f"--gpu={NAME}", "--hardware=measured.toml", "--json")
+    assert status == 0, err
+    gpu = json.loads(out)["gpu"]
+    assert gpu == find_gpu(NAME, tmp_path / "measured.toml").to_dict()
+    assert gpu["memory_gib"] == OF_DEVICE["memory_gib"].value
+    assert gpu["gpus_per_node"] == 2
+
+
+def test_a_measured_gpu_is_printed(tmp_path, capsys):
+    assert measure_a_cpu(None) == 0
+    (tmp_path / "printed.toml").write_text(capsys.readouterr().out)
+    assert find_gpu(NAME, tmp_path / "printed.toml").gpus_per_node == 1

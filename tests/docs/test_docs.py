@@ -1,4 +1,4 @@
-"""Python blocks of the docs run, TOML blocks load as a job, a sweep or a family, and links have targets."""
+"""Python blocks of the docs run, TOML blocks load as a job, a sweep, a family or a GPU, and links have targets."""
 
 import re
 import shlex
@@ -77,6 +77,7 @@ def test_toml_blocks_load(page, tmp_path, monkeypatch):
     from titanplans.cli.sweep import read_sweep
     from titanplans.config import load_job
     from titanplans.config.families import read_family
+    from titanplans.foresight.hardware import find_gpu
 
     monkeypatch.chdir(ROOT)  # sweeps name their base job relative to the root
 
@@ -87,6 +88,8 @@ def test_toml_blocks_load(page, tmp_path, monkeypatch):
             assert not any(cell.refusal for cell in read_sweep(str(job))[1])
         elif block.startswith("config_class"):
             assert read_family(job).flavors
+        elif "like = " in block:
+            assert find_gpu("cluster", job)
         else:
             load_job([str(job)])
 

@@ -6,6 +6,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from titanplans.cli import measure
 from titanplans.cli.machines import add_machine_options, gpu_of, world_size_of
 from titanplans.config import load_job
 from titanplans.foresight.allocator import has_expandable_segments
@@ -21,7 +22,8 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command's options; all other arguments are those of the job."""
     parser = argparse.ArgumentParser(
         prog="titanplans estimate",
-        usage="titanplans estimate JOB.toml [--gpu H100] [--nodes N] [--section.key value ...]",
+        usage="titanplans estimate JOB.toml [--gpu H100] [--nodes N] [--section.key value ...]\n"
+        "       titanplans estimate --measure [--output cluster.toml]",
         description="Run two steps of a job on tensors without memory. Print the memory that a rank of it needs on a GPU, "
         "by part and when in the step, what CUDA's caching allocator makes of it, and the time of a step, by part. Needs no "
         "GPU, data or weights.",
@@ -30,6 +32,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add_machine_options(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
+    measure.add_measure_options(parser)
     return parser
 
 
@@ -40,6 +43,8 @@ def main(argv: list[str]) -> int:
         UserError: an argument, or the job, can't be used.
     """
     options, job_arguments = parser().parse_known_args(argv)
+    if options.measure or options.output is not None:
+        return measure.main(argv)
     job = load_job(job_arguments, "estimate")
     from titanplans.foresight.processes import forecast_in_process, prepare, rehearsing
 

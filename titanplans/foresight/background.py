@@ -54,7 +54,7 @@ def estimate(job: JobConfig, world_size: int, device_name: str, memory: int) -> 
 
     gpu = gpu_of_device(device_name, memory)
     start(gpu.processors, gpu.shared_memory)
-    forecast, assumptions = forecast_in_process(job, world_size, gpu)
+    forecast = forecast_in_process(job, world_size, gpu)
     expandable = has_expandable_segments()
     rank = forecast.ranks[0].memory
     allocator = rank.expandable if expandable else rank.standard
@@ -63,7 +63,7 @@ def estimate(job: JobConfig, world_size: int, device_name: str, memory: int) -> 
         active=allocator.allocated,
         seconds=forecast.seconds,
         warning=warning_of(forecast, expandable=expandable),
-        notes=[*assumptions, *forecast.notes],
+        notes=forecast.notes,
     )
 
 

@@ -80,11 +80,18 @@ def find_gpu(name: str, file: Path | None = None) -> Gpu:
         raise ConfigError(f"{where}: {error}") from error
 
 
-def gpu_of_device(device_name: str, memory: int) -> Gpu:
-    """Return the GPU of titanplans with this name in torch, and with this memory.
+def name_of_device(device_name: str) -> str | None:
+    """Return the GPU of titanplans that torch calls `device_name`; None if there is none.
 
     The names must be equal: "NVIDIA H100 PCIe" has another bandwidth than H100, and "NVIDIA H100 80GB HBM3 MIG 1g.10gb" is a
     part of one.
+    """
+    tables = read_toml(_FILE)
+    return next((name for name, keys in tables.items() if device_name in keys["torch_names"]), None)
+
+
+def gpu_of_device(device_name: str, memory: int) -> Gpu:
+    """Return the GPU of titanplans with this name in torch, and with this memory.
 
     Args:
         device_name: what `torch.cuda.get_device_name` returns.
@@ -93,12 +100,10 @@ def gpu_of_device(device_name: str, memory: int) -> Gpu:
     Raises:
         ConfigError: there is no such GPU.
     """
-    names = {
-        torch_name: name for name, keys in read_toml(_FILE).items() for torch_name in keys["torch_names"]
-    }
-    if device_name not in names:
+    name = name_of_device(device_name)
+    if name is None:
         raise ConfigError(
             f'"{device_name}": no GPU of titanplans\' hardware.toml has this name. Describe it in a file: titanplans '
             "estimate JOB.toml --hardware FILE.toml --gpu NAME"
         )
-    return find_gpu(names[device_name]).replace(memory_gib=memory / 2**30)
+    return find_gpu(name).replace(memory_gib=memory / 2**30)

@@ -9,6 +9,7 @@ import torch.fx.experimental._config
 from torch import _assert_async as assert_async
 from torch import _foreach_mul_ as foreach_mul_
 from torch import _foreach_norm as foreach_norm
+from torch import _scaled_mm as scaled_mm
 from torch._C import _disabled_torch_function_impl as disabled_torch_function
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
@@ -41,6 +42,7 @@ __all__ = [
     "make_wrapper",
     "meta_nonzero_finds_all",
     "named_arguments",
+    "scaled_mm",
     "schema",
     "storage_id",
     "tree_flatten",

@@ -1,5 +1,7 @@
 """`launch`: start the ranks of a job on this machine without torchrun, and restart them if one fails.
 
+`launch_function` starts ranks that run a function.
+
 There is one process per rank, with the environment variables that torchrun sets. Jobs on several machines need torchrun.
 """
 
@@ -16,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
@@ -90,32 +93,62 @@ def launch(job: JobConfig, ranks: int, restarts: int = 0, evaluated_checkpoint: 
     if method == "fork":
         # Import the trainer once here: forked ranks then have it already.
         importlib.import_module("titanplans.training.trainer.trainer")
+    run = partial(run_rank, job, evaluated_checkpoint)
     for restarts_left in range(restarts, -1, -1):
-        stop_requested, failed = _run_ranks(
-            job, ranks, restarts - restarts_left, store.port, method, evaluated_checkpoint
-        )
+        try:
+            stop_requested, failed = _run_ranks(
+                run, ranks, restarts - restarts_left, store.port, method, job.checkpoint.save_on_signal
+            )
+        except Stopped as stopped:
+            say(f"stopped by {stopped}; saved checkpoints are intact")
+            stopped.is_reported = True
+            raise
         if not failed:
             return 0
-        first = failed[0]
-        if first.line:
-            say(f"error: rank {first.rank}: {first.line}" if first.rank else f"error: {first.line}")
-            return first.status
-        description = f"rank {first.rank} (pid {first.pid}) {first.how}"
-        if stop_requested or not restarts_left:
+        if failed[0].line or stop_requested or not restarts_left:
             break
+        description = _describe(failed[0])
         resume = decide_resume(job, checkpoint_folder(job), restarted=True)
         if resume.is_finished:
             say(f"{description} after {resume.source} was saved: the job is finished")
             return 0
         origin = "the newest checkpoint" if job.checkpoint.enable else "step 1, as checkpoint.enable = false"
         say(f"{description}: all ranks are restarted from {origin}; {restarts_left - 1} restarts left")
+    resume_hint = ". Saved checkpoints are intact: the same command resumes from the newest one"
+    return _report(failed, resume_hint if job.checkpoint.enable else "")
+
+
+def launch_function(run: Callable[[], int], ranks: int) -> int:
+    """Run a function on new ranks of this machine, which import what it needs; return the exit status.
+
+    Args:
+        run: a function that can be pickled, and returns the exit status of its rank.
+        ranks: number of processes to start.
+
+    Raises:
+        Stopped: SIGINT or SIGTERM arrived; all processes have ended.
+    """
+    store = _local_store()
+    _, failed = _run_ranks(run, ranks, 0, store.port, "spawn")
+    return _report(failed) if failed else 0
+
+
+def _report(failed: list[Failure], hint: str = "") -> int:
+    """Print why ranks failed, the first one with its traceback; return the exit status."""
+    first = failed[0]
+    if first.line:
+        say(f"error: rank {first.rank}: {first.line}" if first.rank else f"error: {first.line}")
+        return first.status
     if first.traceback:
         say(f"rank {first.rank}: {first.traceback.rstrip()}")
     for failure in failed[1:]:
         say(f"rank {failure.rank} {failure.how}")
-    resume_hint = ". Saved checkpoints are intact: the same command resumes from the newest one"
-    say(f"error: {description}; the other ranks were stopped{resume_hint if job.checkpoint.enable else ''}")
+    say(f"error: {_describe(first)}; the other ranks were stopped{hint}")
     return 1
+
+
+def _describe(failure: Failure) -> str:
+    return f"rank {failure.rank} (pid {failure.pid}) {failure.how}"
 
 
 def _local_store() -> TCPStore:
@@ -128,12 +161,12 @@ def _local_store() -> TCPStore:
 
 
 def _run_ranks(
-    job: JobConfig,
+    run: Callable[[], int],
     ranks: int,
     restart: int,
     port: int,
     method: Literal["fork", "spawn"],
-    evaluated_checkpoint: Path | None,
+    forwards_sigterm: bool = False,
 ) -> tuple[bool, list[Failure]]:
     """Start the ranks and wait until all have ended; return whether SIGTERM arrived, and what `failures` returns.
 
@@ -152,10 +185,10 @@ def _run_ranks(
     folder = tempfile.mkdtemp(prefix="titanplans-")
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, folder)
-        request = forward_sigterm if job.checkpoint.save_on_signal else None
+        request = forward_sigterm if forwards_sigterm else None
         stack.enter_context(stop_on_signals(first_sigterm=request))
         context: Any = multiprocessing.get_context(method)
-        rank_args = (job, ranks, restart, port, folder, os.getpid(), evaluated_checkpoint)
+        rank_args = (run, ranks, restart, port, folder, os.getpid())
         try:
             # Signals are blocked while ranks start: a fork has the handlers of its parent until it resets them.
             previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
@@ -174,11 +207,9 @@ def _run_ranks(
                 # Another rank may have failed first, and still be writing its report.
                 _wait_until(processes, lambda codes: None not in codes, _GRACE_SECONDS)
                 failed = failures(processes, Path(folder))
-        except Stopped as stopped:
+        except Stopped:
             # Longer than the 5 seconds that `stop_on_signals` allows a rank.
             _terminate(processes, 3 * _GRACE_SECONDS)
-            say(f"stopped by {stopped}; saved checkpoints are intact")
-            stopped.is_reported = True
             raise
         _terminate(processes, _GRACE_SECONDS)
         return stop_requested.is_set(), failed
@@ -196,13 +227,12 @@ def start_method(job: JobConfig) -> Literal["fork", "spawn"]:
 
 def _rank_process(
     local_rank: int,
-    job: JobConfig,
+    run: Callable[[], int],
     ranks: int,
     restart: int,
     port: int,
     folder: str,
     launcher: int,
-    evaluated_checkpoint: Path | None,
 ) -> None:
     """Run one rank in this process, with torchrun's environment: https://docs.pytorch.org/docs/stable/elastic/run.html."""
     end_with_parent(launcher)
@@ -225,7 +255,7 @@ def _rank_process(
     if Path("/sys/class/net/lo").exists():
         # By default gloo binds to the address of the host's name, which other machines may reach.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    finish(run_rank(job, evaluated_checkpoint))
+    finish(run())
 
 
 def _wait_until(
