@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from titanplans.foresight.search import Estimated, Search
     from titanplans.plan.degrees import Degrees
 
-_PROCESSES = 2
+_MOST_PROCESSES = 8
+"""A process needs up to 1 GiB, and with more of them more layouts are tried in vain."""
 
 T = TypeVar("T")
 
@@ -124,13 +125,15 @@ def _search(
     processes.prepare()
     from titanplans.foresight.hardware import find_gpu
     from titanplans.foresight.search import Search
+    from titanplans.parallel.mesh.process_group import available_cores
 
     gpu, replicas = find_gpu(name, hardware), job.parallelism.data_parallel_replicate_degree
     if gpus % replicas:
         raise ConfigError(
             f"--gpus {gpus}: parallelism.data_parallel_replicate_degree = {replicas} does not divide it"
         )
-    with processes.rehearsing(gpu, _PROCESSES) as pool:
+    at_once = min(_MOST_PROCESSES, max(2, available_cores()))
+    with processes.rehearsing(gpu, at_once) as pool:
         rehearsals = _Rehearsals(pool, arguments, gpus, gpu)
         degrees, excluded, pipelines = _possible(pool, job, gpus, sequences)
         search = Search(
@@ -140,6 +143,7 @@ def _search(
             pipelines,
             has_expandable_segments(),
             count,
+            at_once,
             lambda text: print(text, file=sys.stderr),
             excluded=excluded,
         )

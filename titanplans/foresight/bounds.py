@@ -49,16 +49,23 @@ class Bounds:
         largest = self._largest_batch(degrees, kind, pipeline)
         if largest < 1 or not batches:
             return math.inf
-        seconds = self._arithmetic(kind) + self._in_line("tp", kind) + self._in_line("cp", kind)
+        in_line = max(
+            self._in_line("tp", kind) + self._in_line("cp", kind), self._in_line_of_smaller_degrees(kind)
+        )
+        seconds = self._arithmetic(kind) + in_line
+        host = min((sample.time.host for sample in self._samples.values()), default=0.0)
         if pipeline is None:
-            return max(seconds, self._traffic(degrees) * math.ceil(batches[-1] / largest))
+            fewest = math.ceil(batches[-1] / largest)
+            return max(seconds, max(self._traffic(degrees), _TIME * host) * fewest)
         micro_batches = batches[-1] // pipeline.micro_batch
         seconds *= 1 + (pipeline.bubble(micro_batches) or 0.0) / micro_batches
         sums = min(
             (sample.sums_of_gradients(degrees, pipeline) for sample in self._samples.values()), default=0
         )
         ranks = degrees.dp_replicate * degrees.dp_shard
-        return seconds + sums * (self._sequences // (ranks * batches[-1])) * (micro_batches - 1)
+        steps = self._sequences // (ranks * batches[-1])
+        of_host = _TIME * host / degrees.pp * micro_batches * steps
+        return max(seconds + sums * steps * (micro_batches - 1), of_host)
 
     def _arithmetic(self, kind: Kind) -> float:
         """Return the seconds without waits and collectives, which are the same in all layouts that recompute the same."""
@@ -94,6 +101,17 @@ class Bounds:
             if part.endswith("GPUs")
         )
         return _TIME * slower * seconds * self._sequences / sample.sequences
+
+    def _in_line_of_smaller_degrees(self, kind: Kind) -> float:
+        """Return the most seconds of collectives in samples of which no degree is larger: higher degrees take no less."""
+        seconds = (
+            sum(seconds for part, seconds in sample.time.parts.items() if part.endswith("GPUs"))
+            * self._sequences
+            / sample.sequences
+            for other, sample in self._samples.items()
+            if other.tp <= kind.tp and other.cp <= kind.cp and other.ep <= kind.ep
+        )
+        return _TIME * max(seconds, default=0.0)
 
     def _traffic(self, degrees: Degrees) -> float:
         """Return the seconds of FSDP's collectives in a batch, without a pipeline."""

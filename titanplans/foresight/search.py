@@ -22,9 +22,6 @@ from titanplans.foresight.predict import LayoutSample, PipelineShape, batches_of
 from titanplans.foresight.time import UPDATE
 from titanplans.plan.degrees import Degrees
 
-_AT_ONCE = 2
-"""Layouts that are rehearsed at the same time, in a process each."""
-
 
 class Rehearsals(Protocol):
     """Rehearses layouts in other processes. If a layout can't be run, its result is a UserError that says why."""
@@ -75,6 +72,7 @@ class Search:
         pipelines: the stages by the degree of pipeline parallelism, for each degree above 1.
         expandable: whether torch's allocator uses expandable segments.
         count: how many of the best are wanted.
+        at_once: how many layouts are sampled at the same time.
         progress: is told what is estimated.
 
     Attributes:
@@ -88,6 +86,7 @@ class Search:
     pipelines: Mapping[int, PipelineShape] = field(default_factory=dict)
     expandable: bool = False
     count: int = 5
+    at_once: int = 2
     progress: Callable[[str], None] = lambda text: None
     found: list[Estimated] = field(default_factory=list)
     excluded: list[Excluded] = field(default_factory=list)
@@ -116,7 +115,7 @@ class Search:
         """Sample kinds, the most promising ones first, until no other one can be among the best."""
         running: dict[Future[LayoutSample], tuple[Kind, list[Degrees]]] = {}
         while True:
-            while len(running) < _AT_ONCE and (kind := self._most_promising()) is not None:
+            while len(running) < self.at_once and (kind := self._most_promising()) is not None:
                 of_kind = self._left.pop(kind)
                 each = _without_pipeline(of_kind[0])
                 layout = JobLayout(each, kind.mode, 1, each.dp_replicate * each.dp_shard)

@@ -65,6 +65,8 @@ class TimeForecast:
     """What those before the blocks take."""
     after: float
     """What those after the blocks take, the loss among them."""
+    host: float
+    """In which Python issues all operators."""
 
     @property
     def seconds(self) -> float:
@@ -96,7 +98,9 @@ def time_of(rehearsal: Rehearsal, depth: Depth, gpu: Gpu, batches: int = 1) -> T
             after += seconds
         elif kind not in _UPDATE:
             before += seconds
-    return TimeForecast(dict(clocks.parts), clocks.fsdp_seconds, actions, dict(blocks), before, after)
+    return TimeForecast(
+        dict(clocks.parts), clocks.fsdp_seconds, actions, dict(blocks), before, after, clocks.host
+    )
 
 
 def scale_of_batch(segment: Segment, batches: int) -> float:
