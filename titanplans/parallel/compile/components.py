@@ -51,7 +51,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 def apply_compile(
     model: nn.Module, compile_config: Compile, parallel_dims: Any, *, async_tensor_parallel: bool = False
 ) -> None:
-    """Compile each block in place; names and parameters do not change. Equal blocks share compiled code.
+    """Compile each block in place; names and parameters do not change.
+
+    Equal blocks share compiled code, except those that are both split by tensor parallelism and recomputed.
 
     By default a block must compile to one graph, else its first call raises an error. Blocks with graph breaks are allowed
     in three cases: their routers' logits are recorded (`output_router_logits`), which a graph can't do; they have modules of
@@ -102,8 +104,11 @@ def apply_compile(
     # objects do not share compiled code.
     budget = next(filter(None, (memory_budget(block) for _, block in blocks)), None)
     within_budget = backend if budget is None else _budgeted(backend, budget)
-    limit = RECOMPILATIONS * count_kinds(block for _, block in blocks)
     border = border_of_model(model)
+    # Inside a checkpoint torch guards on the id of a hook that is always called. Each block that tensor parallelism splits
+    # has its own, so these blocks do not share compiled code.
+    shares = border is None or not any(isinstance(block, ActivationWrapper) for _, block in blocks)
+    limit = RECOMPILATIONS * (count_kinds(block for _, block in blocks) if shares else len(blocks))
     for name, block in blocks:
         has_breaks = records_routers or calls_kernels(block) or sends_tokens(block)
         one_graph = not has_breaks if fullgraph is None else fullgraph
