@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from titanplans.cli.estimate import (
     as_json,
-    has_expandable_segments,
     lines_of_memory,
     summary_of_time,
     verdict,
@@ -36,6 +35,7 @@ from titanplans.config.arguments import parse_arguments
 from titanplans.config.families import DEFAULT_FLAVOR
 from titanplans.disk import write_atomically
 from titanplans.errors import ConfigError
+from titanplans.foresight.allocator import has_expandable_segments
 from titanplans.text import columns, fitted
 
 if TYPE_CHECKING:

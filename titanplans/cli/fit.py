@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import tomli
 
-from titanplans.cli.estimate import gib, has_expandable_segments
+from titanplans.cli.estimate import gib
 from titanplans.cli.machines import add_hardware_option
 from titanplans.config import JobConfig, load_job
 from titanplans.config.arguments import parse_arguments
 from titanplans.config.values import PositiveInt, from_text
 from titanplans.disk import write_atomically
 from titanplans.errors import ConfigError, UserError
+from titanplans.foresight.allocator import has_expandable_segments
 from titanplans.text import columns, counted
 
 if TYPE_CHECKING:

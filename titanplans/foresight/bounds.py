@@ -47,7 +47,7 @@ class Bounds:
         """Return a time that a step of such layouts does not fall below; infinite if they don't fit the memory."""
         batches = batches_of(degrees, self._sequences, pipeline := self._pipelines.get(degrees.pp))
         largest = self._largest_batch(degrees, kind, pipeline)
-        if largest < 1 or not batches:
+        if not batches or largest < (1 if pipeline is None else pipeline.micro_batch):
             return math.inf
         in_line = max(
             self._in_line("tp", kind) + self._in_line("cp", kind), self._in_line_of_smaller_degrees(kind)
@@ -97,17 +97,14 @@ class Bounds:
         of_own = of_all * smallest / degree
         seconds = sum(
             seconds * (of_own if part.startswith("all-to-all") else of_all)
-            for part, seconds in sample.time.parts.items()
-            if part.endswith("GPUs")
+            for part, seconds in sample.in_line.items()
         )
         return _TIME * slower * seconds * self._sequences / sample.sequences
 
     def _in_line_of_smaller_degrees(self, kind: Kind) -> float:
         """Return the most seconds of collectives in samples of which no degree is larger: higher degrees take no less."""
         seconds = (
-            sum(seconds for part, seconds in sample.time.parts.items() if part.endswith("GPUs"))
-            * self._sequences
-            / sample.sequences
+            sum(sample.in_line.values()) * self._sequences / sample.sequences
             for other, sample in self._samples.items()
             if other.tp <= kind.tp and other.cp <= kind.cp and other.ep <= kind.ep
         )
@@ -122,10 +119,12 @@ class Bounds:
         return min(seconds, default=0.0)
 
     def _largest_batch(self, degrees: Degrees, kind: Kind, pipeline: PipelineShape | None) -> float:
-        """Return the sequences that fit the memory at most, if each tensor is split as often as possible."""
+        """Return the sequences that fit the memory at most at a time, if each tensor is split as often as possible."""
+        # Only the last stage of a pipeline computes the loss, and there few micro batches are kept.
         of_sequence = max(
             (
-                sample.of_sequence * other.tp * other.cp / (kind.tp * kind.cp)
+                (sample.of_sequence if pipeline is None else sample.activations)
+                * (other.tp * other.cp / (kind.tp * kind.cp))
                 for other, sample in self._samples.items()
                 if other.mode == kind.mode and other.tp <= kind.tp and other.cp <= kind.cp
             ),

@@ -8,13 +8,23 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+import torch
+
 from titanplans.config import JobConfig
 from titanplans.errors import UserError
 from titanplans.foresight.hardware import Gpu
 from titanplans.foresight.layouts import JobLayout, divisors
 from titanplans.foresight.memory import ACTIVATIONS, COMMUNICATION, GATHERED
 from titanplans.foresight.rehearsal import BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS
-from titanplans.foresight.time import COPIES, FOR_FSDP, FOR_HOST, UPDATE, TimeForecast, seconds_of_bytes
+from titanplans.foresight.time import (
+    COPIES,
+    FOR_FSDP,
+    FOR_HOST,
+    PARTS,
+    UPDATE,
+    TimeForecast,
+    seconds_of_bytes,
+)
 from titanplans.parallel.pipeline.timeline import UNITS, timeline
 from titanplans.plan.degrees import Degrees
 from titanplans.split.stages.schedules import orders, stages_of_ranks
@@ -52,9 +62,9 @@ class PipelineShape:
         self.micro_batch = p.pipeline_parallel_microbatch_size
         # FSDP2 computes in the dtype of the weights, and reduces in that of the computation, if the job says nothing else.
         parameter_dtype = t.mixed_precision_param or t.dtype
-        sizes = {"bfloat16": 2, "float32": 4}
         weight, parameter, total = (
-            sizes[each] for each in (t.dtype, parameter_dtype, t.mixed_precision_reduce or parameter_dtype)
+            getattr(torch, dtype).itemsize
+            for dtype in (t.dtype, parameter_dtype, t.mixed_precision_reduce or parameter_dtype)
         )
         gathered = 0 if p.fsdp_reshard_after_forward == "always" else parameter
         self.unsharded, self.summed = (gathered + total) / weight, (parameter + 2 * total) / weight
@@ -107,6 +117,16 @@ class LayoutSample(NamedTuple):
         return self.live - self._constant
 
     @property
+    def activations(self) -> int:
+        """The bytes that the blocks keep of a sequence for the backward."""
+        return self.parts.get(ACTIVATIONS, 0)
+
+    @property
+    def in_line(self) -> dict[str, float]:
+        """By operation and number of ranks, the seconds of the collectives that do not overlap with other work."""
+        return {part: seconds for part, seconds in self.time.parts.items() if part not in PARTS}
+
+    @property
     def seconds_of_sequence(self) -> float:
         """The seconds of those parts that grow with the sequences of a batch."""
         once = (FOR_FSDP, FOR_HOST, COPIES, UPDATE)
@@ -155,8 +175,7 @@ class LayoutSample(NamedTuple):
         It has the activations of as many micro batches as there are stages, each for its share of the blocks, so as many as
         one micro batch has without a pipeline. `degrees` are those of the sample but for the pipeline.
         """
-        activations = self.parts.get(ACTIVATIONS, 0) * pipeline.micro_batch
-        return self.memory_of_weights(degrees, pipeline) + activations
+        return self.memory_of_weights(degrees, pipeline) + self.activations * pipeline.micro_batch
 
 
 def weight_shards(degrees: Degrees) -> int:

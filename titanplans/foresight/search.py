@@ -135,10 +135,11 @@ class Search:
 
     def _most_promising(self) -> Kind | None:
         """Return the kind whose layouts have the lowest bound; None: no kind can be among the best."""
+        limit = self._limit()
         bounds = {
             kind: min(self._bounds.seconds(each, kind) for each in some) for kind, some in self._left.items()
         }
-        possible = [kind for kind, bound in bounds.items() if bound < math.inf and bound <= self._limit()]
+        possible = [kind for kind, bound in bounds.items() if bound < math.inf and bound <= limit]
         # Of equal bounds first what shards a tensor over the fewest ranks, and what recomputes the least.
         return min(
             possible,
