@@ -11,6 +11,8 @@ _HIDDEN_RECORDS: dict[str, tuple[str, ...]] = {
     "torchao": ("Failed to load ", "Skipping import of cpp extensions"),
     # Caused by torchao's use of torch.
     "torch.utils._pytree": ("%s is an Enum subclass and is now natively supported by torch.compile",),
+    # Caused by the recomputation of operators in compiled blocks; none of ours changes a tensor in place.
+    "torch._higher_order_ops.wrap": ("\nDetected that context_fn is passed to torch.utils.checkpoint",),
     # Caused by FLA, whose class and names of outputs are those of transformers before 5.24.
     "transformers.modeling_utils": ("LogLinearMamba2Model has generative capabilities",),
     "transformers.utils.generic": ("`past_key_values`/`cache_params` are deprecated",),
@@ -27,6 +29,8 @@ _HIDDEN_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
     ("DTensor .* may not have complete support on cpu", UserWarning),
     # When a single process reads or writes a checkpoint.
     ("torch.distributed is disabled, unavailable or uninitialized, assuming the intent is to", UserWarning),
+    # Caused by transformers' mixtures, when they are compiled.
+    ("Dynamo detected a call to a `functools.lru_cache`-wrapped function", UserWarning),
     # Caused by FLA's configs.
     ("`rope_scaling` is deprecated", FutureWarning),
 )

@@ -120,11 +120,14 @@ def test_a_pipeline_idles_by_the_number_of_stages_and_micro_batches(tmp_path):
 def test_links_and_networks():
     gpu = find_gpu("H100").replace(gpus_per_node=2, link_gb_s=100.0, network_gb_s=10.0)
 
-    def seconds(*group):
-        collective = Collective("all_gather", None, group, 10**9, 10**9, False)
+    def seconds(*group, operation="all_gather"):
+        collective = Collective(operation, None, group, 10**9, 10**9, False)
         return seconds_of(Work("c10d::_allgather_base_", 0, 0, None, collective), gpu)
 
     assert seconds(0, 1) == pytest.approx(10**9 / 2 / 80e9, rel=0.01)
     assert seconds(0, 2) == pytest.approx(10**9 / 2 / 8e9, rel=0.01)
     # Two GPUs of a node share the traffic of a ring over two nodes.
     assert seconds(0, 1, 2, 3) == pytest.approx(10**9 * 3 / 4 / 16e9, rel=0.01)
+    # In an all-to-all a rank receives half of its tensor from the other node, through its own adapter.
+    assert seconds(0, 1, 2, 3, operation="all_to_all") == pytest.approx(10**9 / 2 / 8e9, rel=0.01)
+    assert seconds(0, 1, operation="all_to_all") == pytest.approx(10**9 / 2 / 80e9, rel=0.01)

@@ -47,6 +47,22 @@ def test_products_of_a_step():
     assert sum(work.flops for work in works) == counter.get_total_flops()
 
 
+def test_products_of_experts_count_as_those_of_their_tokens():
+    tokens, experts, width, inner = 12, 3, 16, 8
+    x = torch.zeros(tokens, width, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.zeros(experts, width, inner, dtype=torch.bfloat16, requires_grad=True)
+    ends = torch.tensor([4, 4, 12], dtype=torch.int32)
+    gradient = torch.ones(tokens, inner, dtype=torch.bfloat16)
+    works = works_of(lambda: torch._grouped_mm(x, weight, offs=ends).backward(gradient))
+    # The forward, the gradient of the tokens and that of the weights multiply as often.
+    assert [work.flops for work in works if "_grouped_mm" in work.operator] == [
+        2 * tokens * width * inner
+    ] * 3
+    transposed = weight.detach().transpose(1, 2)
+    works = works_of(lambda: torch._grouped_mm(transposed, x.detach().T, offs=ends))
+    assert [work.flops for work in works if "_grouped_mm" in work.operator] == [2 * tokens * width * inner]
+
+
 @pytest.mark.parametrize(("is_causal", "fraction"), [(False, 1), (True, 2)])
 def test_attention(is_causal, fraction):
     q, k, v = (torch.zeros(2, 3, 32, 8, requires_grad=True) for _ in range(3))

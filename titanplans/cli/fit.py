@@ -56,7 +56,12 @@ def parser() -> argparse.ArgumentParser:
         help="sequences of a step; default: training.global_batch_size",
     )
     parser.add_argument("--seq-len", metavar="N", help="tokens of a sequence; default: training.seq_len")
-    parser.add_argument("--count", metavar="N", default="5", help="how many layouts; default: 5")
+    parser.add_argument(
+        "--count",
+        metavar="N",
+        default="5",
+        help="how many layouts at most; default: 5. Those that take 1.3 times as long as the fastest are left out",
+    )
     add_hardware_option(parser)
     parser.add_argument(
         "--write", action="store_true", help="write the fastest layout, and --seq-len, into the job's file"
@@ -232,6 +237,8 @@ def _possible(
 
 
 def _lines(search: "Search", found: "list[Estimated]") -> list[str]:
+    from titanplans.foresight.search import WORTHWHILE
+
     rows = [("", "s a step", "tokens/s a GPU", "MFU", "reserved GiB", "layout", "most of the time")]
     for index, each in enumerate(found, 1):
         forecast = each.forecast
@@ -247,6 +254,8 @@ def _lines(search: "Search", found: "list[Estimated]") -> list[str]:
             )
         )
     lines = columns(rows, right={1, 2, 3, 4}) if found else ["no layout fits"]
+    if 0 < len(found) < search.count:
+        lines.append(f"no other layout that fits takes at most {WORTHWHILE} times as long as the first")
     if found:
         lines += ["", "layout 1:", *(f"  {line}" for line in toml_lines(found[0].layout))]
     by_reason: dict[str, list[str]] = {}

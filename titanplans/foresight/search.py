@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from titanplans.errors import UserError
 from titanplans.foresight.bounds import Bounds, Kind
@@ -21,6 +21,9 @@ from titanplans.foresight.layouts import MODES, Excluded, JobLayout
 from titanplans.foresight.predict import LayoutSample, PipelineShape, batches_of
 from titanplans.foresight.time import UPDATE
 from titanplans.plan.degrees import Degrees
+
+WORTHWHILE = 1.3
+"""Layouts that take more than so many times as long as the fastest one are not looked for."""
 
 
 class Rehearsals(Protocol):
@@ -76,7 +79,8 @@ class Search:
         progress: is told what is estimated.
 
     Attributes:
-        found: the fastest layouts that fit, in order; after `run` at least `count` of them, if so many fit.
+        found: the fastest layouts that fit, in order; after `run` at least `count` of them, if so many fit and take at most
+            WORTHWHILE times as long as the fastest.
         excluded: the others that were met, and why they are not among `found`.
     """
 
@@ -92,8 +96,14 @@ class Search:
     excluded: list[Excluded] = field(default_factory=list)
     _predicted: list[Predicted] = field(default_factory=list)
     """The layouts that were predicted and not forecast, the fastest first."""
+    _in_forecast: list[Predicted] = field(default_factory=list)
+    """The layouts that are being forecast."""
     _left: dict[Kind, list[Degrees]] = field(default_factory=dict)
-    """The degrees that are not estimated yet."""
+    """The degrees of each kind that is not sampled yet."""
+    _in_sample: dict[Kind, list[Degrees]] = field(default_factory=dict)
+    """The same of each kind that is being sampled."""
+    _running: dict[Future[Any], Callable[[], None]] = field(default_factory=dict)
+    """What is being rehearsed, and what takes the result into account."""
 
     def __post_init__(self) -> None:
         self._bounds = Bounds(self.gpu, self.sequences, self.pipelines)
@@ -106,46 +116,91 @@ class Search:
                 by_kind[Kind(each.tp, each.cp, each.ep, mode)].append(each)
         self._left = dict(by_kind)
         while True:
-            self._sample()
-            if not self._forecast():
+            while len(self._running) < self.at_once and self._start():
+                pass
+            if not self._running:
                 break
+            for task in wait(self._running, return_when=FIRST_COMPLETED).done:
+                self._running.pop(task)()
+        self.found.sort(key=lambda each: each.seconds)
         self._exclude_others()
 
-    def _sample(self) -> None:
-        """Sample kinds, the most promising ones first, until no other one can be among the best."""
-        running: dict[Future[LayoutSample], tuple[Kind, list[Degrees]]] = {}
-        while True:
-            while len(running) < self.at_once and (kind := self._most_promising()) is not None:
-                of_kind = self._left.pop(kind)
-                each = _without_pipeline(of_kind[0])
-                layout = JobLayout(each, kind.mode, 1, each.dp_replicate * each.dp_shard)
-                running[self.rehearsals.sample(layout)] = kind, of_kind
-            if not running:
-                break
-            for task in wait(running, return_when=FIRST_COMPLETED).done:
-                kind, of_kind = running.pop(task)
-                try:
-                    sample = task.result()
-                except UserError as error:
-                    self.excluded += [Excluded(each, str(error), kind.mode) for each in of_kind]
-                    continue
-                self._bounds.learn(kind, sample)
-                for each in of_kind:
-                    self._predict(each, kind.mode, sample)
+    def _start(self) -> bool:
+        """Start the rehearsal that promises the fastest layout; return False if no other one can be among the best."""
+        promising, predicted = self._most_promising(), next(iter(self._predicted), None)
+        if predicted is not None and predicted.seconds > self._limit():
+            predicted = None
+        if promising is not None and (predicted is None or promising[0] < predicted.seconds):
+            self._sample(promising[1])
+        elif predicted is not None:
+            self._predicted.pop(0)
+            self._forecast(predicted)
+        else:
+            return False
+        return True
 
-    def _most_promising(self) -> Kind | None:
-        """Return the kind whose layouts have the lowest bound; None: no kind can be among the best."""
+    def _sample(self, kind: Kind) -> None:
+        of_kind = self._in_sample[kind] = self._left.pop(kind)
+        each = _without_pipeline(of_kind[0])
+        task = self.rehearsals.sample(JobLayout(each, kind.mode, 1, each.dp_replicate * each.dp_shard))
+
+        def end() -> None:
+            self._in_sample.pop(kind)
+            try:
+                sample = task.result()
+            except UserError as error:
+                self.excluded += [Excluded(each, str(error), kind.mode) for each in of_kind]
+                return
+            self._bounds.learn(kind, sample)
+            for each in of_kind:
+                self._predict(each, kind.mode, sample)
+
+        self._running[task] = end
+
+    def _forecast(self, predicted: Predicted) -> None:
+        layout = predicted.layout
+        self.progress(f"estimating {layout} with its batch")
+        task = self.rehearsals.forecast(layout.with_batches(_estimated_batches(layout)))
+        self._in_forecast.append(predicted)
+
+        def end() -> None:
+            self._in_forecast.remove(predicted)
+            try:
+                forecast = task.result()
+            except UserError as error:
+                self.excluded.append(Excluded(layout.degrees, str(error), layout.mode))
+                return
+            # An allocator that has to return memory to the GPU stops the step each time.
+            if forecast.retries(self.expandable) != 0:
+                self._predict_smaller(predicted, forecast)
+            else:
+                seconds = _seconds(layout, forecast, _estimated_batches(layout))
+                self.found.append(Estimated(layout, seconds, forecast))
+                self.progress(f"{layout}: {seconds:.2f} s a step")
+
+        self._running[task] = end
+
+    def _most_promising(self) -> tuple[float, Kind] | None:
+        """Return the kind to sample next and the bound that made it the next; None: none is worth it now."""
         limit = self._limit()
         bounds = {
             kind: min(self._bounds.seconds(each, kind) for each in some) for kind, some in self._left.items()
         }
         possible = [kind for kind, bound in bounds.items() if bound < math.inf and bound <= limit]
         # Of equal bounds first what shards a tensor over the fewest ranks, and what recomputes the least.
-        return min(
-            possible,
-            key=lambda kind: (bounds[kind], kind.tp * kind.cp, MODES.index(kind.mode), kind),
-            default=None,
-        )
+        for kind in sorted(possible, key=lambda kind: (bounds[kind], kind.tp * kind.cp, *_order(kind))):
+            probes = [self._probe(axis) for axis in kind.axes if not self._bounds.knows(axis)]
+            if not probes:
+                return bounds[kind], kind
+            for probe in probes:
+                if probe in self._left:
+                    return bounds[kind], probe
+        return None
+
+    def _probe(self, axis: str) -> Kind | None:
+        """Return the kind that shards by this axis alone, by the least degree: its collectives bound those of all others."""
+        alone = [kind for kind in (*self._left, *self._in_sample) if kind.axes == (axis,)]
+        return min(alone, key=_order, default=None)
 
     def _predict(self, degrees: Degrees, mode: str, sample: LayoutSample) -> None:
         """Add the layout with the largest batch that fits, by `sample`."""
@@ -178,38 +233,11 @@ class Search:
         self.excluded.append(Excluded(degrees, f"does not fit: {needed / 2**30:.0f} GiB {where}", mode))
 
     def _limit(self) -> float:
-        """The time of the last of the best by what is known; infinite while there are fewer."""
-        known = sorted(each.seconds for each in (*self.found, *self._predicted))
-        return known[self.count - 1] if len(known) >= self.count else math.inf
-
-    def _forecast(self) -> bool:
-        """Forecast the predicted layouts that are among the best; return False if there are none."""
-        limit = self._limit()
-        chosen = [each for each in self._predicted if each.seconds <= limit]
-        if not chosen:
-            return False
-        self.progress(f"estimating {len(chosen)} of the best with their batch")
-        self._predicted = self._predicted[len(chosen) :]
-        tasks = {
-            self.rehearsals.forecast(each.layout.with_batches(_estimated_batches(each.layout))): each
-            for each in chosen
-        }
-        for task, each in tasks.items():
-            layout = each.layout
-            try:
-                forecast = task.result()
-            except UserError as error:
-                self.excluded.append(Excluded(layout.degrees, str(error), layout.mode))
-                continue
-            # An allocator that has to return memory to the GPU stops the step each time.
-            if forecast.retries(self.expandable) != 0:
-                self._predict_smaller(each, forecast)
-            else:
-                seconds = _seconds(layout, forecast, _estimated_batches(layout))
-                self.found.append(Estimated(layout, seconds, forecast))
-                self.progress(f"{layout}: {seconds:.2f} s a step")
-        self.found.sort(key=lambda each: each.seconds)
-        return True
+        """The time above which a layout is not among the best, by what is known; infinite while nothing is."""
+        known = sorted(each.seconds for each in (*self.found, *self._predicted, *self._in_forecast))
+        if not known:
+            return math.inf
+        return min(known[self.count - 1] if len(known) >= self.count else math.inf, known[0] * WORTHWHILE)
 
     def _predict_smaller(self, each: Predicted, forecast: Forecast) -> None:
         """Predict a layout that does not fit with a smaller batch."""
@@ -243,6 +271,10 @@ class Search:
             self.excluded.append(Excluded(degrees, why))
 
 
+def _order(kind: Kind) -> tuple[int, Kind]:
+    return MODES.index(kind.mode), kind
+
+
 def _without_pipeline(degrees: Degrees) -> Degrees:
     """Return the degrees with which FSDP shards over the ranks of all stages."""
     return replace(degrees, dp_shard=degrees.dp_shard * degrees.pp, pp=1)
@@ -262,6 +294,6 @@ def _seconds(layout: JobLayout, forecast: Forecast, batches: int) -> float:
 def _reason(degrees: Degrees) -> str:
     reasons = {
         "a pipeline idles": degrees.pp > 1,
-        "its collectives are in line": degrees.tp > 1 or degrees.cp > 1,
+        "its collectives are in line": degrees.tp > 1 or degrees.cp > 1 or degrees.ep > 1,
     }
     return " and ".join(reason for reason, holds in reasons.items() if holds) or "more is recomputed"

@@ -220,11 +220,14 @@ def seconds_of(work: Work, gpu: Gpu) -> float:
     """Return the time of an operator on `gpu`.
 
     A product or attention takes as long as its arithmetic at the efficiency of hardware.toml, or as its bytes (Williams et
-    al. 2009, "Roofline"); every other operator as its bytes. A collective takes as long as the bytes that a rank receives
-    on a ring, through its slowest link, and the steps of the ring.
+    al. 2009, "Roofline"); every other operator as its bytes. A collective takes as long as the bytes that a rank receives,
+    on a ring or, in an all-to-all, from each rank, and as many latencies as there are other ranks.
     """
-    if work.collective is not None:
-        return _collective(work.collective, gpu)
+    if (collective := work.collective) is not None:
+        hops = (collective.ranks - 1) * (2 if collective.operation == "all_reduce" else 1)
+        return hops * _HOP + (collective.received or 0) * seconds_of_byte(
+            collective.operation, collective.group, gpu
+        )
     seconds = seconds_of_bytes(work.bytes, gpu)
     if not work.flops:
         return seconds
@@ -237,13 +240,25 @@ def seconds_of_bytes(count: float, gpu: Gpu) -> float:
     return count / (gpu.memory_gb_s * 1e9 * _MEMORY)
 
 
-def bandwidth_of(group: Sequence[int], gpu: Gpu) -> float:
-    """Return the 1e9 bytes that a rank of `group` can receive in a second on a ring, by the data sheets of its links."""
+def seconds_of_byte(operation: str, group: Sequence[int], gpu: Gpu) -> float:
+    """Return the seconds in which a rank of `group` receives a byte, at the bandwidths of the data sheets.
+
+    On a ring, each node receives what its ranks do not have through the network adapters of all its ranks. In an all-to-all,
+    a rank receives what other nodes send to it through its own, and at the same time the rest through the links of the node.
+
+    Args:
+        operation: the collective, such as "all_to_all".
+        group: the ranks, in the order in which nodes have them.
+        gpu: the GPUs.
+    """
     nodes = Counter(rank // gpu.gpus_per_node for rank in group)
-    return gpu.link_gb_s if len(nodes) == 1 else min(gpu.link_gb_s, gpu.network_gb_s * max(nodes.values()))
-
-
-def _collective(collective: Collective, gpu: Gpu) -> float:
-    bandwidth = bandwidth_of(collective.group, gpu)
-    hops = (collective.ranks - 1) * (2 if collective.operation == "all_reduce" else 1)
-    return hops * _HOP + (collective.received or 0) / (bandwidth * 1e9 * _LINK)
+    of_node = max(nodes.values())
+    if len(nodes) == 1:
+        seconds = 1 / gpu.link_gb_s
+    elif operation == "all_to_all":
+        others = len(group) - 1
+        far = (len(group) - of_node) / others
+        seconds = max((of_node - 1) / others / gpu.link_gb_s, far / gpu.network_gb_s)
+    else:
+        seconds = 1 / min(gpu.link_gb_s, gpu.network_gb_s * of_node)
+    return seconds / (1e9 * _LINK)

@@ -26,6 +26,8 @@ _NO_KERNEL = frozenset(
         "wait_tensor",
     )
 )
+_GROUPED_PRODUCTS = frozenset(("_grouped_mm", "_scaled_grouped_mm"))
+"""Products of experts, whose multiplications torch's table does not count."""
 _LOOKUPS = frozenset(("embedding", "gather", "index", "index_select"))
 """Operators that read as many elements of their first input as they return."""
 
@@ -90,6 +92,12 @@ def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: An
         forward = 2 * pairs * (q.shape[3] + v.shape[3])
         # Dao et al. 2022, "FlashAttention": the backward has five products of this size, and the forward two.
         return forward * 5 // 2 if "backward" in schema(func).name else forward
+    if schema(func).name.partition("::")[2] in _GROUPED_PRODUCTS:
+        left, right = args[:2]
+        # A row of `left` is multiplied by the matrix of one expert, or, for the gradient of the weights, a column of `left`
+        # and a row of `right` belong to one. Transposed, each column of `right` is multiplied by one matrix.
+        columns_of_experts = left.ndim == 3 and right.ndim == 2
+        return 2 * (right.numel() * left.shape[-2] if columns_of_experts else left.numel() * right.shape[-1])
     count = flop_registry.get(getattr(func, "overloadpacket", None))
     return 0 if count is None else int(count(*args, **kwargs, out_val=result))
 
