@@ -1,9 +1,8 @@
 """DDP: replicate the model on each rank and sum gradients during the backward. Start at `apply_ddp`.
 
-torch's composable DDP is used, which does not wrap the model: parameter names, state dicts and methods stay. It differs
-from `DistributedDataParallel` in three ways: gradients are summed instead of averaged; graphs of compiled blocks are not
-split unless `split_compiled_blocks` is set; buffers are broadcast once, or before each training forward with
-`broadcast_buffers`.
+This module uses torch's composable DDP, which does not wrap the model: parameter names, state dicts and methods stay. Unlike
+with `DistributedDataParallel`, gradients are summed instead of averaged; graphs of compiled blocks are not split unless
+`split_compiled_blocks` is set; buffers are broadcast once, or before each training forward with `broadcast_buffers`.
 """
 
 from collections.abc import Iterator
@@ -115,7 +114,7 @@ def refuse_model(model: nn.Module, mesh: DeviceMesh) -> None:
     if isinstance(model, DDP):
         why = "it is already replicated by DDP; remove the second call"
     elif is_compiled_model(model):
-        why = "it is compiled as a whole, and the reducer's hooks stay outside of a graph; compile its blocks one by one"
+        why = "it is compiled as one module, and the reducer's hooks stay outside of a graph; compile its blocks one by one"
     elif not any(parameter.requires_grad for parameter in model.parameters()):
         why = "all parameters are frozen, so there is no gradient to sum; leave DDP out"
     if why:
