@@ -311,10 +311,10 @@ def _check_resumed(job: JobConfig, model: PreTrainedModel, world_size: int, save
     if "dataloader" not in job.checkpoint.exclude_from_loading:
         from titanplans.training.job.loaders import open_training_data  # which imports torchtitan
 
-        apart = documents.are_apart(job, documents.document_keyword(job, model.config))
+        documents_apart = documents.are_apart(job, documents.document_keyword(job, model.config))
         try:
             if position := read_position(saved):
-                open_training_data(job, world_size, documents_apart=apart, as_single_rank=False)[
+                open_training_data(job, world_size, documents_apart=documents_apart, as_single_rank=False)[
                     0
                 ].check_state(position)
         except (CheckpointException, json.JSONDecodeError):
