@@ -237,11 +237,11 @@ def _raise_all(errors: Sequence[ConfigError], document: str, what: str) -> None:
 
 def _sections() -> set[str]:
     """Return all known sections, here and in other projects, including those that contain only sections."""
-    found = set()
+    sections = set()
     for key in [*keys(), *RENAMED, *REFUSED, *PENDING]:
         parts = key.split(".")
-        found |= {".".join(parts[:depth]) for depth in range(1, len(parts))}
-    return found
+        sections |= {".".join(parts[:depth]) for depth in range(1, len(parts))}
+    return sections
 
 
 def flatten(table: dict[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
