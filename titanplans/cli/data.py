@@ -88,9 +88,9 @@ def _show(job: Any, count: int) -> None:
     config = resolve.hf_config(job)
     _, notes = check_data(job)
     documents.check_documents(job, config)
-    apart = documents.are_apart(job, documents.document_keyword(job, config))
+    documents_apart = documents.are_apart(job, documents.document_keyword(job, config))
     loader, tokenizer = open_training_data(
-        job, resolve.fewest_processes(job), documents_apart=apart, as_single_rank=True
+        job, resolve.fewest_processes(job), documents_apart=documents_apart, as_single_rank=True
     )
     sources = resolve.training_data(job).sources
     names = [source.title for source in sources]
@@ -115,7 +115,7 @@ def _show(job: Any, count: int) -> None:
             [
                 *map(fitted, notes),
                 f"{extent}, {counted(len(sequences), 'sequence')}:",
-                *_table(sequences, names, epochs, apart, seconds),
+                *_table(sequences, names, epochs, documents_apart, seconds),
             ]
         )
     )

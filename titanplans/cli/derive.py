@@ -103,7 +103,9 @@ def _models(
     if subject.config is None:
         return _double(subject), None if other is None else _double(_subject(other)), None
     if other is not None:
-        raise VerifyError(f"--other {other}: goes with module:function; of a config two sizes are made")
+        raise VerifyError(
+            f"--other {other}: goes with module:function only, since a config gives models of two sizes; leave it out"
+        )
     first, second = small_configs(subject.config)
     build = partial(partial, modeling.build_real, dtype=torch.float64)
     return build(first), None if second is None else build(second), first.model_type

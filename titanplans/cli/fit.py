@@ -183,7 +183,8 @@ class _Rehearsals:
 def _possible(
     pool: "ProcessPoolExecutor", job: JobConfig, gpus: int, sequences: int
 ) -> "tuple[list[Degrees], list[Excluded], dict[int, PipelineShape]]":
-    """Return the degrees that the batch, the stages and the plan allow, the others, and the stages by their number."""
+    """Return the degrees that the batch, the stages and the plan allow; the excluded degrees with the reasons; and the shape
+    of the pipeline for each number of stages."""
     from titanplans.foresight import processes
     from titanplans.foresight.layouts import Excluded, candidates, divisors, with_experts
     from titanplans.foresight.predict import PipelineShape
@@ -262,14 +263,14 @@ def _lines(search: "Search", found: "list[Estimated]") -> list[str]:
 
 
 def binding(forecast: "Forecast") -> list[tuple[str, float]]:
-    """Return the parts of a step's time with their shares, the largest first."""
+    """Return the parts of a step's time as fractions of it, the largest first."""
     from titanplans.foresight.time import IDLE
 
     rank = max(forecast.ranks, key=lambda rank: rank.time.seconds)
-    shares = {part: seconds / forecast.seconds for part, seconds in rank.time.parts.items()}
+    fractions = {part: seconds / forecast.seconds for part, seconds in rank.time.parts.items()}
     if forecast.idle:
-        shares[IDLE] = 1 - sum(shares.values())
-    return sorted(shares.items(), key=lambda item: -item[1])
+        fractions[IDLE] = 1 - sum(fractions.values())
+    return sorted(fractions.items(), key=lambda item: -item[1])
 
 
 def toml_lines(layout: "JobLayout") -> list[str]:
