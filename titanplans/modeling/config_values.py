@@ -82,17 +82,17 @@ def _check_table(values: Mapping[str, Any], config_class: Any, where: str, prefi
             _check_value(key, value, field.annotation, field_text)
 
 
-def _check_value(key: str, value: Any, hint: Any, said: str) -> None:
+def _check_value(key: str, value: Any, hint: Any, field_text: str) -> None:
     rule = next((rule for names, rule in _RULES.items() if re.fullmatch(names, key)), None)
     if rule is not None and type(value) in (int, float) and not rule.holds(value):  # NaN holds none
-        raise ModelError(f"{said}: expected a number, {rule.says}")
+        raise ModelError(f"{field_text}: expected a number, {rule.says}")
     if not _is_number(hint) or key.endswith("_token_id"):  # an id is null if there is no such token
         return  # the config class checks this key itself
     try:
         fit(value, hint)
     except Mismatch:
         also = " or null" if NoneType in typing.get_args(hint) else ""
-        raise ModelError(f"{said}: expected {describe(hint)}{also}") from None
+        raise ModelError(f"{field_text}: expected {describe(hint)}{also}") from None
 
 
 def unread_keys(

@@ -34,7 +34,7 @@ def apply_ddp(model: nn.Module, mesh: DeviceMesh, config: DDPConfig) -> None:
 
     Args:
         model: materialised, on the mesh's device; activation checkpointing and compile are already applied, if at all.
-        mesh: 1-D: the ranks that read different data.
+        mesh: 1-D: the ranks whose gradients are summed, data-parallel and, if there are any, context-parallel.
         config: the options of DDP and autocast.
 
     Raises:

@@ -71,9 +71,9 @@ def _check_tied(plan: Plan, model: nn.Module) -> None:
     for tied_names in names.values():
         if len(tied_names) > 1 and any(name.rpartition(".")[0] in plan for name in tied_names):
             raise PlanError(
-                f"{' and '.join(tied_names)} are tied, and torch's styles would replace each by a parameter of its own; "
-                "leave their modules out of the dict, which replicates them, or use the styles' names of titanplans, such as "
-                "'vocab_embedding' and 'vocab_head'"
+                f"{' and '.join(tied_names)} are tied, and torch's styles would replace each by a parameter of its "
+                "own; leave their modules out of the dict, which replicates them, or use the styles' names of titanplans, "
+                "such as 'vocab_embedding' and 'vocab_head'"
             )
 
 

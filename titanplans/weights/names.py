@@ -193,7 +193,7 @@ OLDER_FORMATS = (
 
 
 def older_conversions(model_type: str, module: str, names: Collection[str]) -> list[WeightTransform]:
-    """Return the conversions that a folder needs besides transformers' own.
+    """Return the conversions that a folder needs in addition to transformers' own.
 
     Args:
         model_type: the config's model type.
