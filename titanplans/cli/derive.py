@@ -126,8 +126,8 @@ def _subject(words: str) -> Subject:
         return find_model(words, None, "derive")
     if words in CONFIG_MAPPING:
         return Subject(words, default_config(words))
-    known = [*modeling.available(), *CONFIG_MAPPING]
-    remedy = did_you_mean(words, known, "name a config.json or module:function")
+    names = [*modeling.available(), *CONFIG_MAPPING]
+    remedy = did_you_mean(words, names, "name a config.json or module:function")
     raise ConfigError(f"derive {words}: no such model type; {remedy}")
 
 

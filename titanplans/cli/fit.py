@@ -93,23 +93,23 @@ def main(argv: list[str]) -> int:
     gpus = from_text(number, PositiveInt, "--gpus")
     began = time.monotonic()
     search = _search(job, arguments, gpus, name, options.hardware, sequences, count)
-    found = search.found[:count]
-    assumptions = list(dict.fromkeys(note for each in found for note in each.forecast.notes))
+    best_layouts = search.found[:count]
+    assumptions = list(dict.fromkeys(note for each in best_layouts for note in each.forecast.notes))
     if options.json:
-        print(json.dumps(_as_json(search, found, assumptions), indent=2))
+        print(json.dumps(_as_json(search, best_layouts, assumptions), indent=2))
     else:
         print(f"{gpus} x {name}, {counted(sequences, 'sequence')} of {job.training.seq_len:,} tokens a step")
-        print("\n".join([*_lines(search, found), *assumptions]))
+        print("\n".join([*_lines(search, best_layouts), *assumptions]))
         print(f"{time.monotonic() - began:.0f} s", file=sys.stderr)
-    if options.write and found:
+    if options.write and best_layouts:
         name, _, _ = parse_arguments(arguments)
         assert name is not None  # load_job has read it
-        settings, file = found[0].layout.settings(), Path(name)
+        settings, file = best_layouts[0].layout.settings(), Path(name)
         if options.seq_len is not None:
             settings["training"]["seq_len"] = job.training.seq_len
         write_settings(file, settings)
         print(f"wrote layout 1 into {file}", file=sys.stderr)
-    return 0 if found else 1
+    return 0 if best_layouts else 1
 
 
 def _search(

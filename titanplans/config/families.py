@@ -104,8 +104,8 @@ def check_plan(plan: object) -> None:
     """
     if names_code(plan):
         check_package(str(plan), f"plan = '{plan}'")
-    elif isinstance(plan, str) and (known := plan_names()) and plan not in known:
-        raise unknown_plan(plan, known)
+    elif isinstance(plan, str) and (names := plan_names()) and plan not in names:
+        raise unknown_plan(plan, names)
 
 
 def names_code(plan: object) -> bool:

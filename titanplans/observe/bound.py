@@ -224,7 +224,7 @@ def _path(key: str, applied: AppliedPlan) -> str:
 def exceeding(collectives: Iterable[Collective], needed: Sequence[Allowance]) -> list[Collective]:
     """Return the collectives of one part and direction that `needed` does not cover: additional or too large
     collectives."""
-    left = sorted(needed, key=lambda allowance: allowance.elements)
+    unmatched = sorted(needed, key=lambda allowance: allowance.elements)
     counted = [
         collective for collective in collectives if collective.reduction != "min"
     ]  # "min": float8's scales
@@ -233,9 +233,9 @@ def exceeding(collectives: Iterable[Collective], needed: Sequence[Allowance]) ->
     # region might be reported as the extra one.
     for anywhere in (False, True):
         for collective in list(over):
-            fit = next((a for a in left if _fits(collective, a, anywhere)), None)
+            fit = next((a for a in unmatched if _fits(collective, a, anywhere)), None)
             if fit is not None:
-                left.remove(fit)
+                unmatched.remove(fit)
                 over.remove(collective)
     return over
 
