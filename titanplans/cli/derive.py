@@ -174,7 +174,7 @@ def _parser() -> argparse.ArgumentParser:
         "--tp",
         type=degree_list,
         metavar="2,4,8",
-        help="tensor-parallel degrees to prove; default: those of tp, cp and pp that the model allows",
+        help="tensor-parallel degrees to prove; default: the degrees of tp, cp and pp that verify chooses",
     )
     add("--conditions", choices=list(CONDITIONS), default="each", help="as in verify; default: each")
     add("--name", metavar="CLASS", help="name of the class; default: from the model")

@@ -43,8 +43,8 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="titanplans fit",
         usage="titanplans fit JOB.toml --gpus 64xH100 [--write] [--section.key value ...]",
-        description="Print the layouts of a job (degrees, what is recomputed, the batch of a rank) that fit the memory of "
-        "these GPUs, with the estimated time of a step, the fastest first, and why others are not among them. Needs no GPU, "
+        description="Print the layouts of a job (degrees, recomputation, local batch size) that fit the memory of these "
+        "GPUs, the fastest first, with the estimated time of a step, and why other layouts are not shown. Needs no GPU, "
         "data or weights.",
         epilog="exit status: 0 at least one layout fits, 1 none does, 2 the job can't be estimated",
         allow_abbrev=False,
@@ -53,10 +53,10 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--global-batch-size",
         metavar="N",
-        help="sequences of a step; default: training.global_batch_size",
+        help="sequences per step; default: training.global_batch_size",
     )
-    parser.add_argument("--seq-len", metavar="N", help="tokens of a sequence; default: training.seq_len")
-    parser.add_argument("--count", metavar="N", default="5", help="how many layouts; default: 5")
+    parser.add_argument("--seq-len", metavar="N", help="tokens per sequence; default: training.seq_len")
+    parser.add_argument("--count", metavar="N", default="5", help="number of layouts to show; default: 5")
     add_hardware_option(parser)
     parser.add_argument(
         "--write", action="store_true", help="write the fastest layout, and --seq-len, into the job's file"

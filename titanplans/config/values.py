@@ -214,7 +214,7 @@ def expanded(text: str) -> str:
     if path.startswith("~"):
         raise Mismatch(f"there is no user {path.split('/')[0]} here; write ./~ for a directory of that name")
     if unknown := _UNKNOWN.search(path):
-        raise Mismatch(f"{unknown.group()} is not an environment variable; set it, or write the whole path")
+        raise Mismatch(f"{unknown.group()} is not an environment variable; set it, or write the full path")
     return path
 
 

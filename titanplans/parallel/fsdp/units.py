@@ -142,9 +142,7 @@ def fsdp_module(model: nn.Module, name: str) -> FSDPModule:
     """
     module = model.get_submodule(name)
     if not isinstance(module, FSDPModule):
-        raise ParallelError(
-            f"{name or class_name(model)} is not sharded by FSDP: shard the whole model first"
-        )
+        raise ParallelError(f"{name or class_name(model)} is not sharded by FSDP: shard the full model first")
     return module
 
 

@@ -342,7 +342,7 @@ def check_hf_folder(folder: str, model: PreTrainedModel, overrides: Collection[s
         folder_fields = compared_fields(modeling.load_config_file(folder))
         if differences := describe_model_changes(folder_fields, model.config, overrides, token_ids=False):
             raise ConfigError(
-                f"the job's model is not that of {folder} ({differences}): remove model.name, flavor and config to use the "
-                "folder's model; model.config_overrides can change lengths, rope and dropout"
+                f"the job's model differs from the model in {folder} ({differences}): remove model.name, flavor and config "
+                "to use the folder's model; model.config_overrides can change lengths, rope and dropout"
             )
     match_folder(model, open_folder(folder))
