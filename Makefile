@@ -1,20 +1,21 @@
 # make train   install into .venv and train GLA tensor-parallel on two CPU ranks
 # make test    install into .venv and run the tests that a contributor needs: 9 minutes on 2 cores; ARGS="-k gla" picks some
 # make test-all  all tests but the exhaustive ones, before a merge; 25 minutes
-# make test-exhaustive  those, too: more cases of what the others prove; hours
-# make test-kernels  FLA's own Triton kernels, interpreted on a CPU, against what stands in for them
-# make survive N=1000   kill a training job as often, and compare its losses: docs/checkpoints.md
-# make check   lint, formatting, types, and whether constraints.txt is what pyproject.toml asks for
-# make lock    renew constraints.txt: the versions that all of these install, the newest that pyproject.toml allows, but of
-#              torch the newest that $(LOCKED_TORCH) allows
-# make test-newest   all tests in an environment of its own (.venv-newest) with the newest that pyproject.toml allows, and
-#                    what differs from constraints.txt; make test-oldest: with the oldest that it allows for training
-# make test-light    after test-oldest, in the same environment: all tests but the trainer's, with the oldest torch of all
-# make bench   every benchmark, each printing a table
+# make test-exhaustive  all tests, also the exhaustive ones, which are further cases of other tests; hours
+# make test-kernels  compare FLA's own Triton kernels, interpreted on a CPU, with the stand-ins that replace them there
+# make survive N=1000   inject N faults into a training job, and compare its losses with an undisturbed run: docs/checkpoints.md
+# make check   lint, formatting, types, and whether constraints.txt fits pyproject.toml
+# make lock    renew constraints.txt, which has the versions that all other targets install: the newest that pyproject.toml
+#              allows, except for torch, where $(LOCKED_TORCH) decides
+# make test-newest   all tests with the newest versions that pyproject.toml allows, in a separate environment (.venv-newest);
+#                    prints what differs from constraints.txt
+# make test-oldest   the same with the oldest versions that training supports
+# make test-light    after test-oldest, in its environment: all tests but the trainer's, with the oldest torch of the light install
+# make bench   run the benchmarks, each of which prints a table
 # make gpu     on a machine with CUDA: tests, proofs and benchmarks, written to docs/gpu; PARTS="verify float8", MODELS="gla"
 #
-# CONFIG=configs/x.toml trains another job; PYTHON=python3.12 takes another Python. On Linux, pip's torch brings
-# CUDA's libraries (several GB): PIP_EXTRA_INDEX_URL, which pip reads itself, can name an index of CPU builds.
+# CONFIG=configs/x.toml trains another job; PYTHON=python3.12 uses another Python. On Linux, pip's torch installs CUDA's
+# libraries, too (several GB); set PIP_EXTRA_INDEX_URL, which pip reads, to an index of CPU builds to avoid this.
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -22,7 +23,7 @@ CONFIG ?= configs/gla_debug.toml
 N      ?= 1000
 BIN    := $(VENV)/bin
 CONSTRAINTS ?= constraints.txt
-# pip reads them; the second for what builds a package, which pip 25.3 and newer take from there alone.
+# pip reads both. The second is for build dependencies: for these, pip 25.3 and newer ignore the first.
 export PIP_CONSTRAINT := $(CONSTRAINTS)
 export PIP_BUILD_CONSTRAINT := $(CONSTRAINTS)
 COMPILE := $(BIN)/uv pip compile pyproject.toml --quiet --upgrade --universal --all-extras --python-version 3.11 \
@@ -30,9 +31,9 @@ COMPILE := $(BIN)/uv pip compile pyproject.toml --quiet --upgrade --universal --
 # --dist loadfile: the tests of a file share process groups. tests/conftest.py orders the files, longest first.
 PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-# Generated pages and figures are made with the release that constraints.txt has.
+# The release in constraints.txt, with which generated pages and figures are made.
 LOCKED_TORCH := torch<2.14
-# The lower end of the range for everything but training; a test compares it with pyproject.toml.
+# The oldest torch that everything but training supports; a test compares it with pyproject.toml.
 LIGHT_TORCH  := torch==2.11.0
 
 .PHONY: train test test-all test-exhaustive test-kernels test-newest test-oldest test-light survive check lock bench gpu clean
@@ -61,7 +62,7 @@ test-newest test-oldest: test-%: $(BIN)/uv
 	$(COMPILE) --resolution $(if $(filter newest,$*),highest,lowest-direct) --output-file .venv-$*.txt
 	$(MAKE) test-all VENV=.venv-$* CONSTRAINTS=.venv-$*.txt; status=$$?; diff constraints.txt .venv-$*.txt; exit $$status
 
-# pip would refuse the combination, since the extra "train" needs a newer torch.
+# With uv, since pip would refuse the combination: the extra "train" needs a newer torch.
 test-light: $(BIN)/uv
 	$(BIN)/uv pip install --quiet --python .venv-oldest/bin/python '$(LIGHT_TORCH)'
 	.venv-oldest/bin/$(subst $(BIN)/,,$(PYTEST)) $(ARGS)

@@ -82,7 +82,7 @@ def row(name: str) -> tuple[str, ...]:
 
 
 def short(reason: str) -> str:
-    """Return a reason in one line, without its remedy; of the report of a proof, only the first wrong module."""
+    """Return a reason in one line, without its remedy; for a failed proof, only the first wrong module."""
     if wrong := WRONG.search(reason):
         reason = f"not proved: {wrong[1]}"
     return textwrap.shorten(REMEDIES.sub("", reason).replace("|", "/"), 240, placeholder=" …")

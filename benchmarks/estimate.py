@@ -26,7 +26,7 @@ RUNS = Path(__file__).with_name("published_runs.tsv")
 GPUS = {"h100_80gb": "H100", "a100_80gb": "A100", "a100_40gb": "A100-40GB", "A100-80GB": "A100"}
 GPUS |= {"H100-96GB-500W-2.4TB/s": "H100", "H100-96GB-500W": "H100", "H200": "H200"}
 CHANGED = {"H100-96GB-500W-2.4TB/s": {"memory_gb_s": 2400.0, "memory_gib": 94.0}}
-"""What the source says of a GPU that differs from hardware.toml."""
+"""Values of a published GPU that differ from hardware.toml, according to the source."""
 FITTED_WITH = "mosaicml/llm-foundry"
 MPT = {"125m": (768, 12, 12), "350m": (1024, 16, 24), "760m": (1536, 12, 24), "1b": (2048, 16, 24)}
 MPT |= {"3b": (2560, 20, 32), "7b": (4096, 32, 32), "13b": (5120, 40, 40), "30b": (7168, 56, 48)}
@@ -150,7 +150,7 @@ def config_of(run: dict[str, str]) -> Any:
 
 
 class Efficiencies(NamedTuple):
-    """Of the GPU's peak, what matrix products and attention reach."""
+    """Fractions of the GPU's peak that matrix products and attention reach."""
 
     products: float
     attention: float
@@ -169,18 +169,18 @@ def refit(result: Result, to: Efficiencies) -> float:
 
 def fit(results: Sequence[Result]) -> Efficiencies:
     """Return the efficiencies with the smallest mean of absolute errors."""
-    found, step = Efficiencies(0.7, 0.3), 0.1
+    center, step = Efficiencies(0.7, 0.3), 0.1
     while step > 0.004:
         near = [
-            Efficiencies(found.products + a * step, found.attention + b * step)
+            Efficiencies(center.products + a * step, center.attention + b * step)
             for a, b in product((-1, 0, 1), repeat=2)
         ]
         near = [each for each in near if min(each) > 0.05 and max(each) < 1]
         best = min(near, key=lambda each: sum(abs(refit(result, each)) for result in results))
-        if best == found:
+        if best == center:
             step /= 2
-        found = best
-    return found
+        center = best
+    return center
 
 
 def summary(errors: Iterable[float]) -> str:
@@ -224,16 +224,16 @@ def print_summary(runs: Sequence[dict[str, str]], results: Sequence[Result]) -> 
     rest = [each for each in results if not each.run["source"].startswith(FITTED_WITH)]
     lines = []
     for kind in ("H100", "A100"):
-        own = [each for each in fitted if GPUS[each.run["gpu"]].startswith(kind)]
-        odd, even = own[::2], own[1::2]
+        of_kind = [each for each in fitted if GPUS[each.run["gpu"]].startswith(kind)]
+        odd, even = of_kind[::2], of_kind[1::2]
         print(
             f"| {kind}: runs of LLM Foundry that the efficiencies were not fitted on | {summary(e.error for e in even)} |"
         )
-        sizes = Counter(each.run["model"] for each in own)
+        sizes = Counter(each.run["model"] for each in of_kind)
         left_out = {
             size: [
-                refit(each, fit([e for e in own if e.run["model"] != size]))
-                for each in own
+                refit(each, fit([e for e in of_kind if e.run["model"] != size]))
+                for each in of_kind
                 if each.run["model"] == size
             ]
             for size in sizes
@@ -271,27 +271,27 @@ COLUMNS = "| model | GPUs | batch | batches | recomputation | precision |"
 RULE = "|---|---|---|--:|---|---|"
 HEAD = """# Forecasts and published runs
 
-`benchmarks/estimate.py` wrote this page. Of {runs} published runs (benchmarks/published_runs.tsv, with their sources), the
-{comparable} that titanplans has a job for are compared: those of LLM Foundry without float8, which it computes with another
-library, and those of torchtitan. Two of these are refused by titanplans: their blocks are compiled, split by tensor
-parallelism, and recompute attention.
+`benchmarks/estimate.py` wrote this page. Of {runs} published runs (benchmarks/published_runs.tsv, with their sources), it
+compares {comparable}: the runs of torchtitan, and the runs of LLM Foundry without float8. (LLM Foundry computes float8 with
+another library.) Two runs of torchtitan are left out, since titanplans refuses such jobs: their blocks are compiled, split
+by tensor parallelism, and recompute attention.
 
 What had to be assumed:
 
 - LLM Foundry: its MPT is computed as a GPT-2 of the same sizes with its vocabulary of 50,368, and FSDP1 as FSDP2.
   `amp_bf16` is computed as float32 shards with parameters in bfloat16, `PURE` as bfloat16 alone. AdamW and clipping are
   titanplans'.
-- The GPUs have the peaks and links of [hardware.toml](../titanplans/foresight/hardware.toml). Of torchtitan's H100, the
-  source says that its memory has 2.4 TB/s; that its power is limited to 500 W is not modelled.
-- The efficiencies of matrix products and of attention in hardware.toml are those fitted here, one pair for H100 and one for
-  A100. The bandwidth of memory is 85 % of the data sheet's: these runs do not tell it from the rest.
+- The GPUs have the peaks and links of [hardware.toml](../titanplans/foresight/hardware.toml). For torchtitan's H100, the
+  source states a memory bandwidth of 2.4 TB/s, which is used. Its power limit of 500 W is not modelled.
+- The efficiencies of matrix products and of attention in hardware.toml were fitted here, one pair for H100 and one for
+  A100. The bandwidth of memory is 85 % of the data sheet's; it can't be fitted separately on these runs.
 - Two rows contradict their neighbours: MPT 1B on 32 A100-40GB (15,555 tokens/s; 19,085 on 16 and 19,001 on 64), and MPT 760M
-  with sequences of 512 on A100-80GB, slower than with 2,048 (all other sizes are faster). They count like the others.
-- torchtitan's model is computed as that of transformers, which rotates queries and keys in another way. Its last Linear is
+  with sequences of 512 on A100-80GB, slower than with 2,048 (all other sizes are faster). They count like all other rows.
+- torchtitan's model is computed as transformers' model, which rotates queries and keys in another way. Its last Linear is
   not in float8, and its loss is compiled only where the source says so.
 - Whether torchtitan's runs had expandable segments is not published.
 
-Nothing is published for linear attention, mixtures, context parallelism or pipelines."""
+No runs of linear attention, mixtures, context parallelism or pipelines are published."""
 
 if __name__ == "__main__":
     silence()

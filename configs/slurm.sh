@@ -1,10 +1,10 @@
 #!/bin/bash
-# A job on several machines under SLURM: one torchrun a machine, which starts a process a GPU.
+# A job on several machines under SLURM: one torchrun per machine, which starts one process per GPU.
 #
 #     sbatch --nodes 4 configs/slurm.sh configs/gla_7B.toml --job.dump_folder=/shared/gla_7B --checkpoint.save_on_signal
 #
-# Submit it from the repository's folder, which all machines share, as they do job.dump_folder. Two minutes before its time is
-# over SLURM sends SIGTERM: with checkpoint.save_on_signal all ranks save, and the same command goes on from there.
+# Submit it from the repository's folder. All machines have to share this folder and job.dump_folder. Two minutes before the
+# time limit SLURM sends SIGTERM: with checkpoint.save_on_signal all ranks save, and the same command resumes from there.
 #SBATCH --job-name=titanplans
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8

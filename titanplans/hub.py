@@ -134,10 +134,10 @@ def download(repository: Repository, what: str, required: Sequence[str], *, weig
         _log.log(level, f"{what}: the Hub can't be reached ({reason}): the files of {folder} are used")
         return folder
     available = {file.rfilename for file in info.siblings or ()}
-    wanted = [file for file in (CONFIG, *TOKENIZER_FILES, *TEMPLATE_FILES) if file in available]
+    files = [file for file in (CONFIG, *TOKENIZER_FILES, *TEMPLATE_FILES) if file in available]
     if weights:
-        wanted.append(_INDEX if _INDEX in available else _SINGLE)
-    for file in (*required, *wanted[-1:]):
+        files.append(_INDEX if _INDEX in available else _SINGLE)
+    for file in (*required, *files[-1:]):
         if file not in available:
             reason = f"has no {file} at commit {info.sha}"
             if file == _SINGLE:
@@ -145,11 +145,11 @@ def download(repository: Repository, what: str, required: Sequence[str], *, weig
             raise ConfigError(
                 f"{what}: the repository {reason}; name a repository that has it, or a local folder"
             )
-    folder = _cached_folder(repository, wanted[0])
-    if folder is not None and folder.name == info.sha and _first_missing(folder, wanted, weights) is None:
+    folder = _cached_folder(repository, files[0])
+    if folder is not None and folder.name == info.sha and _first_missing(folder, files, weights) is None:
         return folder
     try:
-        folder = Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=files))
         if weights and (shards := [*_shards(folder)]):
             snapshot_download(
                 name, revision=folder.name, allow_patterns=[glob.escape(file) for file in shards]

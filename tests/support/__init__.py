@@ -1,1 +1,1 @@
-"""Helpers of the tests: models, plans, faults, process groups, jobs, and the programs behind docs/generated."""
+"""Helpers of the tests: models, plans, faults, process groups, jobs, and the programs that write docs/generated."""

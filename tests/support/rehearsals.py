@@ -31,7 +31,7 @@ def forecasts(
 ) -> list[MemoryForecast]:
     """Return the memory of the first rank of the first, a middle and the last pipeline stage.
 
-    `every_block`: rehearse all blocks, and let none stand for others.
+    `every_block`: rehearse every block, instead of repeating the events of one of several equal blocks.
     """
     return [rank.memory for rank in forecast(job, config, ranks, every_block=every_block).ranks]
 

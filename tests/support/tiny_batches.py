@@ -1,4 +1,4 @@
-"""The tiny model and its batches, for tests of training loops that users write."""
+"""The tiny model and its batches, for tests of a user's training loop."""
 
 import torch
 

@@ -94,8 +94,10 @@ def add_adapters(model: nn.Module, options: LoRA, *, seed: int = 0) -> Adapters:
     counts = {True: 0, False: 0}
     for param in parameters.values():
         counts[param.requires_grad] += param.numel()
-    left = {name: why for name, why in left_out(model, options).items() if name not in chosen}
-    return Adapters(options, tuple(chosen), left, tuple(saved), counts[True], counts[False], unfused)
+    reasons_left_out = {name: why for name, why in left_out(model, options).items() if name not in chosen}
+    return Adapters(
+        options, tuple(chosen), reasons_left_out, tuple(saved), counts[True], counts[False], unfused
+    )
 
 
 def check_before_compile(model: nn.Module) -> None:

@@ -23,7 +23,7 @@ def target_modules(model: nn.Module, options: LoRA) -> list[str]:
         OptionError: as in `add_adapters`.
     """
     linears = {name: module for name, module in model.named_modules() if takes_adapter(module)}
-    left = left_out(model, options)
+    reasons_left_out = left_out(model, options)
 
     def refuse(option: str):
         return lambda why: options.error(option, why)
@@ -33,7 +33,7 @@ def target_modules(model: nn.Module, options: LoRA) -> list[str]:
         _refuse_others(model, pattern, linears, options)
     targets = set(select(patterns, list(linears), refuse("target_modules"), "Linear module"))
     if ALL in options.target_modules:
-        targets |= {name for name in linears if name not in left}
+        targets |= {name for name in linears if name not in reasons_left_out}
     excluded = set(select(options.exclude_modules, list(linears), refuse("exclude_modules"), "Linear module"))
     chosen = [name for name in linears if name in targets and name not in excluded]
     if not chosen:
@@ -73,7 +73,7 @@ def to_quantise(model: nn.Module, options: LoRA, chosen: list[str]) -> list[str]
 
 def left_out(model: nn.Module, options: LoRA) -> dict[str, str]:
     """Return the Linear modules, by name, that "all-linear" does not select, and why."""
-    head, left = find_decoder(model, required=False).head, {}
+    head, reasons = find_decoder(model, required=False).head, {}
     for name, module in model.named_modules():
         if not takes_adapter(module):
             continue
@@ -83,14 +83,14 @@ def left_out(model: nn.Module, options: LoRA) -> dict[str, str]:
             and not is_float8(module)
         )
         if ALL not in options.target_modules:
-            left[name] = "not among target_modules"
+            reasons[name] = "not among target_modules"
         elif name == head:
-            left[name] = "the head"
+            reasons[name] = "the head"
         elif overrides_forward:
-            left[name] = f"{type(module).__name__} overrides forward"
+            reasons[name] = f"{type(module).__name__} overrides forward"
         elif any(matches(pattern, name) for pattern in options.exclude_modules):
-            left[name] = "among exclude_modules"
-    return left
+            reasons[name] = "among exclude_modules"
+    return reasons
 
 
 def _refuse_others(model: nn.Module, pattern: str, linears: dict[str, nn.Module], options: LoRA) -> None:

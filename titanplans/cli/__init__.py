@@ -1,1 +1,1 @@
-"""The command line: titanplans train | verify | list | async-tp | sweep. Importing it needs no torch."""
+"""The command line: `main.py` runs `titanplans COMMAND`, each command from its own module. Importing it needs no torch."""

@@ -88,9 +88,9 @@ def _show(job: Any, count: int) -> None:
     config = resolve.hf_config(job)
     _, notes = check_data(job)
     documents.check_documents(job, config)
-    apart = documents.are_apart(job, documents.document_keyword(job, config))
+    documents_apart = documents.are_apart(job, documents.document_keyword(job, config))
     loader, tokenizer = open_training_data(
-        job, resolve.fewest_processes(job), documents_apart=apart, as_single_rank=True
+        job, resolve.fewest_processes(job), documents_apart=documents_apart, as_single_rank=True
     )
     sources = resolve.training_data(job).sources
     names = [source.title for source in sources]
@@ -115,7 +115,7 @@ def _show(job: Any, count: int) -> None:
             [
                 *map(fitted, notes),
                 f"{extent}, {counted(len(sequences), 'sequence')}:",
-                *_table(sequences, names, epochs, apart, seconds),
+                *_table(sequences, names, epochs, documents_apart, seconds),
             ]
         )
     )
@@ -141,20 +141,20 @@ def _sequence_lines(
     lines = [f"{title}: {names[source]}, {counted(len(starts), 'document')}, {length} tokens{padding}"]
     for number, (first, last) in enumerate(itertools.pairwise([*starts, length]), 1):
         # A token counts in the loss if it is the label of its predecessor. The last label is not among the tokens.
-        seen = tokens[first:last] + [label for label in labels[last - 1 : last] if label >= 0]
+        shown = tokens[first:last] + [label for label in labels[last - 1 : last] if label >= 0]
         counts = [
             False,
-            *(label == token for label, token in zip(labels[first:last], seen[1:], strict=False)),
+            *(label == token for label, token in zip(labels[first:last], shown[1:], strict=False)),
         ]
         text = "".join(
-            _shown(tokenizer.decode(seen[begin:end], skip_special_tokens=False), counts[begin])
+            _shown(tokenizer.decode(shown[begin:end], skip_special_tokens=False), counts[begin])
             for begin, end in _runs(counts)
         )
         lines.append(f"{number:>4} | {text}")
         if has_answers:
             ends = [end for begin, end in _runs(counts) if counts[begin]]
             last = ", ".join(
-                repr(tokenizer.decode([seen[end - 1]], skip_special_tokens=False)) for end in ends
+                repr(tokenizer.decode([shown[end - 1]], skip_special_tokens=False)) for end in ends
             )
             lines.append(f"     | answers end in {last or 'nothing'}")
     return lines

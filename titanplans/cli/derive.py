@@ -103,7 +103,9 @@ def _models(
     if subject.config is None:
         return _double(subject), None if other is None else _double(_subject(other)), None
     if other is not None:
-        raise VerifyError(f"--other {other}: goes with module:function; of a config two sizes are made")
+        raise VerifyError(
+            f"--other {other}: goes with module:function only, since a config gives models of two sizes; leave it out"
+        )
     first, second = small_configs(subject.config)
     build = partial(partial, modeling.build_real, dtype=torch.float64)
     return build(first), None if second is None else build(second), first.model_type
@@ -124,8 +126,8 @@ def _subject(words: str) -> Subject:
         return find_model(words, None, "derive")
     if words in CONFIG_MAPPING:
         return Subject(words, default_config(words))
-    known = [*modeling.available(), *CONFIG_MAPPING]
-    remedy = did_you_mean(words, known, "name a config.json or module:function")
+    names = [*modeling.available(), *CONFIG_MAPPING]
+    remedy = did_you_mean(words, names, "name a config.json or module:function")
     raise ConfigError(f"derive {words}: no such model type; {remedy}")
 
 
@@ -172,7 +174,7 @@ def _parser() -> argparse.ArgumentParser:
         "--tp",
         type=degree_list,
         metavar="2,4,8",
-        help="tensor-parallel degrees to prove; default: those of tp, cp and pp that the model allows",
+        help="tensor-parallel degrees to prove; default: the degrees of tp, cp and pp that verify chooses",
     )
     add("--conditions", choices=list(CONDITIONS), default="each", help="as in verify; default: each")
     add("--name", metavar="CLASS", help="name of the class; default: from the model")

@@ -24,9 +24,9 @@ def parser() -> argparse.ArgumentParser:
         prog="titanplans estimate",
         usage="titanplans estimate JOB.toml [--gpu H100] [--nodes N] [--section.key value ...]\n"
         "       titanplans estimate --measure [--output cluster.toml]",
-        description="Run two steps of a job on tensors without memory. Print the memory that a rank of it needs on a GPU, "
-        "by part and when in the step, what CUDA's caching allocator makes of it, and the time of a step, by part. Needs no "
-        "GPU, data or weights.",
+        description="Run two steps of a job on tensors without memory. Print the memory that a rank needs on a GPU, by "
+        "part, with the moment of the peak; the memory that CUDA's caching allocator reserves for it; and the time of a "
+        "step, by part. Needs no GPU, data or weights.",
         epilog="exit status: 0 the job fits, 1 it needs more memory than the GPU has, 2 it can't be estimated",
         allow_abbrev=False,
     )

@@ -166,12 +166,13 @@ def _cells(parameter: "ExplainedParameter | None") -> tuple[str, str, str, str]:
 
 
 def _facts(explanation: "Explanation") -> dict[str, str]:
-    """Return what an explanation says, by what it is about. Blocks of a class that differ have all of their facts."""
+    """Return the facts of an explanation by subject, such as a module. Different facts of equally named subjects (blocks of
+    one class) are joined by " | "."""
     facts, expandable, forecast = dict[str, str](), has_expandable_segments(), explanation.forecast
 
     def add(about: str, fact: str) -> None:
-        known = facts.get(about, "").split(" | ")
-        if fact and fact not in known:
+        facts_so_far = facts.get(about, "").split(" | ")
+        if fact and fact not in facts_so_far:
             facts[about] = f"{facts[about]} | {fact}" if about in facts else fact
 
     for stage, rank in zip(explanation.stages, forecast.ranks, strict=True):

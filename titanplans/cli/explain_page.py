@@ -120,7 +120,7 @@ def _modules(title: str, modules: "Iterable[ExplainedModule]") -> str:
 def _picture(block: "ExplainedBlock") -> str:
     """Return the forward of a block from top to bottom: a box for each module, an arrow for each collective."""
     backward, modules = _by_arrow(block), {module.name: module for module in block.modules}
-    # A module's operators may run in several stretches. Its weights stand in that with most of the arithmetic.
+    # A module's operators may run in several stretches. Its weights are shown in the one with the most arithmetic.
     main = {each.module: each for each in sorted(block.forward, key=lambda each: (each.flops, each.bytes))}
     parts = [_arrow([], backward.pop(-1))] if -1 in backward else []
     numbered_stretches = enumerate(block.forward)
@@ -145,16 +145,21 @@ def _picture(block: "ExplainedBlock") -> str:
 def _by_arrow(block: "ExplainedBlock") -> "dict[int, list[Transfer]]":
     """Return the collectives of the backward by the index of the stretch of the forward next to which they are drawn.
 
-    The backward of a module runs its collectives in reverse. Those that no collective of the forward corresponds to are next
-    to the module's first collective, or under the key -1 if its forward has none.
+    The backward of a module runs its collectives in reverse. A collective without a counterpart in the forward is drawn next
+    to the module's first collective, or has the key -1 if the module's forward has none.
     """
     arrows: dict[int, list[Transfer]] = {}
     for module in dict.fromkeys(each.module for each in block.backward):
-        own = [index for index, s in enumerate(block.forward) if s.transfer and s.module == module]
+        forward_indices = [
+            index for index, s in enumerate(block.forward) if s.transfer and s.module == module
+        ]
         transfers = [each for each in block.backward if each.module == module]
         for position, transfer in enumerate(transfers):
-            place = own[-1 - position] if position < len(own) else own[0] if own else -1
-            arrows.setdefault(place, []).append(transfer)
+            if position < len(forward_indices):
+                drawn_at = forward_indices[-1 - position]
+            else:
+                drawn_at = forward_indices[0] if forward_indices else -1
+            arrows.setdefault(drawn_at, []).append(transfer)
     return arrows
 
 
@@ -180,7 +185,7 @@ def _arrow(forward: "Sequence[Transfer]", backward: "Sequence[Transfer]") -> str
 
 
 def _box(stretch: "Stretch", module: "ExplainedModule | None", *, is_main: bool) -> str:
-    """Return the box of a stretch of operators. `is_main`: it stands for `module`, and other stretches are its code."""
+    """Return the box of a stretch of operators. `is_main`: show the weights of `module` here; else it is titled its code."""
     kind, lines, title = "code", list[str](), stretch.module or "the block"
     if is_main and module is not None and module.parameters:
         shards = [p for p in module.parameters if p.local != p.shape]
@@ -198,8 +203,10 @@ def _box(stretch: "Stretch", module: "ExplainedModule | None", *, is_main: bool)
     lines.append(", ".join(words))
     spans = "".join(f"<span>{escape(line)}</span>" for line in lines)
     if stretch.recomputed:
-        again = "runs again" if stretch.recomputed == stretch.operators else f"{stretch.recomputed} run again"
-        spans += f"<em>{again} in the backward</em>"
+        how_often = (
+            "runs again" if stretch.recomputed == stretch.operators else f"{stretch.recomputed} run again"
+        )
+        spans += f"<em>{how_often} in the backward</em>"
     hover = f" title='{escape(', '.join(stretch.kernels))}'" if stretch.kernels else ""
     return f"<div class='box {kind}'{hover}><b>{escape(title)}</b>{spans}</div>"
 

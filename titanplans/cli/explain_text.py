@@ -76,7 +76,7 @@ def _ranges(numbers: Sequence[int]) -> Iterator[str]:
 
 
 def alike(stage: "ExplainedStage") -> "Iterable[list[ExplainedBlock]]":
-    """Return the blocks of a rank; those in the same list are split alike, and differ in what they recompute."""
+    """Return the blocks of a rank in lists; the blocks of a list are split in the same way, but recompute differently."""
     groups: dict[Any, list[ExplainedBlock]] = {}
     for block in stage.blocks:
         groups.setdefault(block.modules, []).append(block)

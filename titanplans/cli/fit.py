@@ -43,8 +43,8 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="titanplans fit",
         usage="titanplans fit JOB.toml --gpus 64xH100 [--write] [--section.key value ...]",
-        description="Print the layouts of a job (degrees, what is recomputed, the batch of a rank) that fit the memory of "
-        "these GPUs, with the estimated time of a step, the fastest first, and why others are not among them. Needs no GPU, "
+        description="Print the layouts of a job (degrees, recomputation, local batch size) that fit the memory of these "
+        "GPUs, the fastest first, with the estimated time of a step, and why other layouts are not shown. Needs no GPU, "
         "data or weights.",
         epilog="exit status: 0 at least one layout fits, 1 none does, 2 the job can't be estimated",
         allow_abbrev=False,
@@ -53,14 +53,14 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--global-batch-size",
         metavar="N",
-        help="sequences of a step; default: training.global_batch_size",
+        help="sequences per step; default: training.global_batch_size",
     )
-    parser.add_argument("--seq-len", metavar="N", help="tokens of a sequence; default: training.seq_len")
+    parser.add_argument("--seq-len", metavar="N", help="tokens per sequence; default: training.seq_len")
     parser.add_argument(
         "--count",
         metavar="N",
         default="5",
-        help="how many layouts at most; default: 5. Those that take 1.3 times as long as the fastest are left out",
+        help="number of layouts to show at most; default: 5. Layouts 1.3 times as slow as the fastest are left out",
     )
     add_hardware_option(parser)
     parser.add_argument(
@@ -98,23 +98,23 @@ def main(argv: list[str]) -> int:
     gpus = from_text(number, PositiveInt, "--gpus")
     began = time.monotonic()
     search = _search(job, arguments, gpus, name, options.hardware, sequences, count)
-    found = search.found[:count]
-    assumptions = list(dict.fromkeys(note for each in found for note in each.forecast.notes))
+    best_layouts = search.found[:count]
+    assumptions = list(dict.fromkeys(note for each in best_layouts for note in each.forecast.notes))
     if options.json:
-        print(json.dumps(_as_json(search, found, assumptions), indent=2))
+        print(json.dumps(_as_json(search, best_layouts, assumptions), indent=2))
     else:
         print(f"{gpus} x {name}, {counted(sequences, 'sequence')} of {job.training.seq_len:,} tokens a step")
-        print("\n".join([*_lines(search, found), *assumptions]))
+        print("\n".join([*_lines(search, best_layouts), *assumptions]))
         print(f"{time.monotonic() - began:.0f} s", file=sys.stderr)
-    if options.write and found:
+    if options.write and best_layouts:
         name, _, _ = parse_arguments(arguments)
         assert name is not None  # load_job has read it
-        settings, file = found[0].layout.settings(), Path(name)
+        settings, file = best_layouts[0].layout.settings(), Path(name)
         if options.seq_len is not None:
             settings["training"]["seq_len"] = job.training.seq_len
         write_settings(file, settings)
         print(f"wrote layout 1 into {file}", file=sys.stderr)
-    return 0 if found else 1
+    return 0 if best_layouts else 1
 
 
 def _search(
@@ -188,7 +188,8 @@ class _Rehearsals:
 def _possible(
     pool: "ProcessPoolExecutor", job: JobConfig, gpus: int, sequences: int
 ) -> "tuple[list[Degrees], list[Excluded], dict[int, PipelineShape]]":
-    """Return the degrees that the batch, the stages and the plan allow, the others, and the stages by their number."""
+    """Return the degrees that the batch, the stages and the plan allow; the excluded degrees with the reasons; and the shape
+    of the pipeline for each number of stages."""
     from titanplans.foresight import processes
     from titanplans.foresight.layouts import Excluded, candidates, divisors, with_experts
     from titanplans.foresight.predict import PipelineShape
@@ -271,14 +272,14 @@ def _lines(search: "Search", found: "list[Estimated]") -> list[str]:
 
 
 def binding(forecast: "Forecast") -> list[tuple[str, float]]:
-    """Return the parts of a step's time with their shares, the largest first."""
+    """Return the parts of a step's time as fractions of it, the largest first."""
     from titanplans.foresight.time import IDLE
 
     rank = max(forecast.ranks, key=lambda rank: rank.time.seconds)
-    shares = {part: seconds / forecast.seconds for part, seconds in rank.time.parts.items()}
+    fractions = {part: seconds / forecast.seconds for part, seconds in rank.time.parts.items()}
     if forecast.idle:
-        shares[IDLE] = 1 - sum(shares.values())
-    return sorted(shares.items(), key=lambda item: -item[1])
+        fractions[IDLE] = 1 - sum(fractions.values())
+    return sorted(fractions.items(), key=lambda item: -item[1])
 
 
 def toml_lines(layout: "JobLayout") -> list[str]:

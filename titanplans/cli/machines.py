@@ -18,7 +18,8 @@ def add_machine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nodes",
         metavar="N",
-        help="number of machines; default: as many GPUs as the degrees need, and in whole machines if FSDP takes the rest",
+        help="number of machines, all of whose GPUs are used; default: only as many GPUs as the degrees need, or, if the "
+        "shard degree is -1, the fewest machines whose GPUs are a multiple of that number",
     )
     add_hardware_option(parser)
 

@@ -19,8 +19,8 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="titanplans estimate --measure",
         usage="titanplans estimate --measure [--output cluster.toml]",
-        description="Measure the GPUs of this machine with a process for each of them, or under torchrun those of several "
-        "machines, and print them as a table that --hardware reads. Nothing else should use the GPUs.",
+        description="Measure the GPUs of this machine, with one process per GPU, or under torchrun the GPUs of several "
+        "machines, and print a table for --hardware. No other program should use the GPUs meanwhile.",
         epilog="exit status: 0 measured, 1 a rank failed, 2 it can't be measured",
         allow_abbrev=False,
     )
@@ -33,7 +33,7 @@ def add_measure_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--measure",
         action="store_true",
-        help="measure this machine's GPUs instead of estimating a job, and print what --hardware reads",
+        help="measure this machine's GPUs instead of estimating a job, and print a table for --hardware",
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="with --measure: the TOML file to write")
 

@@ -90,21 +90,21 @@ def usage(of: str | None = None) -> str:
     Raises:
         ConfigError: there is no such section or key.
     """
-    asked = [
+    selected = [
         key
         for name, key in keys().items()
         if of is None or of in (name, key.name) or name.startswith(f"{of}.")
     ]
-    if of is not None and not asked:
+    if of is not None and not selected:
         raise ConfigError(f"--help {of}: {_no_help(of)}")
     blocks = [HEAD] if of is None else []
-    for section, group in groupby(asked, key=lambda key: key.section):
+    for section, group in groupby(selected, key=lambda key: key.section):
         lines = [f"[{section}]"]
         for key in group:
             default = "unset" if key.default is None else show(key.default)
             lines += _entry(f"--{section}.{key.name}  ({describe(key.hint)}; default {default})", key.doc, 2)
-            for own in keys_of_tables(key):
-                lines += _entry(f"{own.name}  ({describe(own.hint)})", own.doc, 6)
+            for inner_key in keys_of_tables(key):
+                lines += _entry(f"{inner_key.name}  ({describe(inner_key.hint)})", inner_key.doc, 6)
         blocks.append("\n".join(lines) + "\n")
     return "\n".join(blocks)
 

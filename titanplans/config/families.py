@@ -66,21 +66,23 @@ def find_flavor(name: str, flavor: str) -> Family:
     Raises:
         ModelError: there is no such family or flavor; the message names the nearest one, or all.
     """
-    own = dict(_files(resources.files(MODELS)))
-    known = {name: read_family(own[name])} if name in own else families()
-    if name not in known:
-        if (theirs := MODELS_OF_OTHERS.get(name)) is not None:
-            instead = did_you_mean(flavor, theirs)
+    files = dict(_files(resources.files(MODELS)))
+    families_by_name = {name: read_family(files[name])} if name in files else families()
+    if name not in families_by_name:
+        if (flavors_of_others := MODELS_OF_OTHERS.get(name)) is not None:
+            instead = did_you_mean(flavor, flavors_of_others)
             raise ModelError(f"model {name!r} (torchtitan's) has no flavor {flavor!r} here; {instead}")
-        all_of_them = f"available: {', '.join(known)}; for any other Hugging Face model give its config.json"
+        all_of_them = (
+            f"available: {', '.join(families_by_name)}; for any other Hugging Face model give its config.json"
+        )
         raise ModelError(
-            f"model {name!r} is unknown; {did_you_mean(name, [*known, *MODELS_OF_OTHERS], all_of_them)}"
+            f"model {name!r} is unknown; {did_you_mean(name, [*families_by_name, *MODELS_OF_OTHERS], all_of_them)}"
             f"{''.join(f'. Not read: {fault}' for fault in find_families().faults)}"
         )
-    if flavor not in known[name].flavors:
-        instead = did_you_mean(flavor, known[name].flavors)
+    if flavor not in families_by_name[name].flavors:
+        instead = did_you_mean(flavor, families_by_name[name].flavors)
         raise ModelError(f"model {name!r} has no flavor {flavor!r}; {instead}")
-    return known[name]
+    return families_by_name[name]
 
 
 def plan_names() -> list[str] | None:
@@ -102,8 +104,8 @@ def check_plan(plan: object) -> None:
     """
     if names_code(plan):
         check_package(str(plan), f"plan = '{plan}'")
-    elif isinstance(plan, str) and (known := plan_names()) and plan not in known:
-        raise unknown_plan(plan, known)
+    elif isinstance(plan, str) and (names := plan_names()) and plan not in names:
+        raise unknown_plan(plan, names)
 
 
 def names_code(plan: object) -> bool:
@@ -126,20 +128,20 @@ def find_families() -> Found:
     Raises:
         ModelError: like `families`.
     """
-    found = {name: read_family(file) for name, file in _files(resources.files(MODELS))}
+    families_by_name = {name: read_family(file) for name, file in _files(resources.files(MODELS))}
     faults = []
     for entry in metadata.entry_points(group=MODELS):
         where = f"entry point {entry.name} = {entry.value!r} of the group {MODELS}"
         try:
             for name, file in _files(resources.files(import_module(entry.module, where, ModelError))):
-                if name in found:
+                if name in families_by_name:
                     raise ModelError(
-                        f"{where}: model {name!r} is in two files: {found[name].source} and {file}; rename one"
+                        f"{where}: model {name!r} is in two files: {families_by_name[name].source} and {file}; rename one"
                     )
-                found[name] = read_family(file)
+                families_by_name[name] = read_family(file)
         except ModelError as fault:
             faults.append(str(fault))
-    return Found(dict(sorted(found.items())), tuple(faults))
+    return Found(dict(sorted(families_by_name.items())), tuple(faults))
 
 
 def _files(package: Traversable) -> Iterator[tuple[str, Traversable]]:
@@ -184,11 +186,11 @@ def merged(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
     >>> merged({"a": 1, "b": {"c": 2, "d": 3}}, {"b": {"d": 4}})
     {'a': 1, 'b': {'c': 2, 'd': 4}}
     """
-    both = dict(fields)
+    result = dict(fields)
     for key, value in changes.items():
-        nested = isinstance(value, Mapping) and isinstance(both.get(key), Mapping)
-        both[key] = merged(both[key], value) if nested else value
-    return both
+        nested = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+        result[key] = merged(result[key], value) if nested else value
+    return result
 
 
 def _none(fields: dict[str, Any]) -> dict[str, Any]:

@@ -48,12 +48,12 @@ def line_of(text: str, key: str, value: Any = None) -> int | None:
 def _documents(text: str) -> list[tuple[int, dict[str, Any]]]:
     """Parse every beginning of the text that is valid TOML by itself. Return each with the number of the line where its
     last value begins."""
-    found, begin, lines = [], 1, text.split("\n")
+    documents, begin, lines = [], 1, text.split("\n")
     for end in range(1, len(lines) + 1):
         with suppress(ValueError):
-            found.append((begin, tomli.loads("\n".join(lines[:end]))))
+            documents.append((begin, tomli.loads("\n".join(lines[:end]))))
             begin = end + 1
-    return found
+    return documents
 
 
 def _has(document: Any, key: str, value: Any) -> bool:

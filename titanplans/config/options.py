@@ -107,8 +107,10 @@ class Options(BaseModel):
     @classmethod
     def _rename_automodel(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Return the values with NeMo Automodel's names and words replaced by this project's."""
-        known = [field.name for field in options_of(cls)]
-        for name in [name for name in values if name not in known and AUTOMODEL.get(name) in known]:
+        option_names = [field.name for field in options_of(cls)]
+        for name in [
+            name for name in values if name not in option_names and AUTOMODEL.get(name) in option_names
+        ]:
             today, value, words = AUTOMODEL[name], values.pop(name), AUTOMODEL_WORDS.get(name)
             if today in values:
                 raise OptionError(
@@ -122,16 +124,18 @@ class Options(BaseModel):
         """Return the error of the first unknown option or, if all are known, of the first option with a wrong value."""
         faults = error.errors(include_url=False)
         fault = next((fault for fault in faults if fault["type"] == "extra_forbidden"), faults[0])
-        known = {field.name: field for field in options_of(cls)}
+        options_by_name = {field.name: field for field in options_of(cls)}
         if not fault["loc"]:
             return fault["ctx"]["error"]  # an OptionError of `refuses`
         name = str(fault["loc"][0])
-        if name not in known:
+        if name not in options_by_name:
             refused = REFUSED.get(f"{cls.section or 'parallelism'}.{name}")
-            reason = refused.reason if refused else did_you_mean(name, known)
+            reason = refused.reason if refused else did_you_mean(name, options_by_name)
             return OptionError(cls.full_name(name), values[name], f"no such option; {reason}")
-        why = mismatch([one for one in faults if one["loc"][:1] == fault["loc"][:1]], known[name].hint)
-        value = values[name] if name in values else known[name].default
+        why = mismatch(
+            [one for one in faults if one["loc"][:1] == fault["loc"][:1]], options_by_name[name].hint
+        )
+        value = values[name] if name in values else options_by_name[name].default
         return why if isinstance(why, OptionError) else OptionError(cls.full_name(name), value, str(why))
 
     @classmethod

@@ -57,7 +57,7 @@ def keys() -> dict[str, Field]:
 
 
 def _keys(options: Options, section: str) -> list[Field]:
-    found, nested = [], []
+    fields_here, nested = [], []
     for field in options_of(type(options)):
         value = get(options, field.name)
         if is_options(field.hint):
@@ -65,8 +65,8 @@ def _keys(options: Options, section: str) -> list[Field]:
         else:
             # TOML can't express None, so it can only be a default.
             hint = field.hint if value is None else without_none_type(field.hint)
-            found.append(field._replace(section=section, hint=hint, default=value))
-    return found + nested
+            fields_here.append(field._replace(section=section, hint=hint, default=value))
+    return fields_here + nested
 
 
 def build_job(values: dict[str, Any]) -> JobConfig:

@@ -165,7 +165,7 @@ def refuse_or_note(refused: dict[str, RefusedKey], values: dict[str, Any]) -> li
 
 def is_known(key: str) -> bool:
     """Whether this is a key here or a known key of another project."""
-    return any(key in known for known in (keys(), RENAMED, REFUSED, PENDING))
+    return any(key in table for table in (keys(), RENAMED, REFUSED, PENDING))
 
 
 def takes_no_value(key: str) -> bool:
@@ -193,8 +193,8 @@ def unknown(key: str) -> str:
 def _meant(section: str, name: str) -> str | None:
     """Return the key that may be meant: one of this name in another section, or a similar one in this section."""
     of_all = {key.name: dotted for dotted, key in reversed(keys().items())}
-    known = [*REFUSED, *RENAMED, *keys()]
-    near = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section} or of_all
+    all_keys = [*REFUSED, *RENAMED, *keys()]
+    near = {k.rpartition(".")[2]: k for k in all_keys if k.rpartition(".")[0] == section} or of_all
     return of_all.get(name) or near.get(nearest(name, near) or "")
 
 
@@ -237,11 +237,11 @@ def _raise_all(errors: Sequence[ConfigError], document: str, what: str) -> None:
 
 def _sections() -> set[str]:
     """Return all known sections, here and in other projects, including those that contain only sections."""
-    found = set()
+    sections = set()
     for key in [*keys(), *RENAMED, *REFUSED, *PENDING]:
         parts = key.split(".")
-        found |= {".".join(parts[:depth]) for depth in range(1, len(parts))}
-    return found
+        sections |= {".".join(parts[:depth]) for depth in range(1, len(parts))}
+    return sections
 
 
 def flatten(table: dict[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:

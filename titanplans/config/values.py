@@ -101,8 +101,8 @@ def _adapter(hint: Any) -> TypeAdapter[Any]:
 def mismatch(faults: Sequence[Mapping[str, Any]], hint: Any) -> Mismatch | OptionError:
     """Return the error of a value in which pydantic found these faults."""
     reasons = [fault.get("ctx", {}).get("error") for fault in faults]
-    own = [reason for reason in reasons if isinstance(reason, Mismatch | OptionError)]
-    return own[0] if own else Mismatch(f"expected {describe(hint)}")
+    specific_reasons = [reason for reason in reasons if isinstance(reason, Mismatch | OptionError)]
+    return specific_reasons[0] if specific_reasons else Mismatch(f"expected {describe(hint)}")
 
 
 def writable(value: Any) -> Any:
@@ -170,13 +170,13 @@ def describe(hint: Any) -> str:
     """Describe the values of a type, except None: "an integer, at least 1"."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        said = [describe(arguments[0])] if arguments[0] is not Any else []
+        phrases = [describe(arguments[0])] if arguments[0] is not Any else []
         for mark in arguments[1:]:
-            said += [
+            phrases += [
                 f"{word} {getattr(mark, bound)}" for bound, word in _BOUNDS.items() if hasattr(mark, bound)
             ]
-            said += [mark.says] if isinstance(mark, Constraint) else []
-        return ", ".join(said)
+            phrases += [mark.says] if isinstance(mark, Constraint) else []
+        return ", ".join(phrases)
     if _is_union(hint):
         return " or ".join(describe(option) for option in arguments if option is not NoneType)
     if origin is Literal:
@@ -214,7 +214,7 @@ def expanded(text: str) -> str:
     if path.startswith("~"):
         raise Mismatch(f"there is no user {path.split('/')[0]} here; write ./~ for a directory of that name")
     if unknown := _UNKNOWN.search(path):
-        raise Mismatch(f"{unknown.group()} is not an environment variable; set it, or write the whole path")
+        raise Mismatch(f"{unknown.group()} is not an environment variable; set it, or write the full path")
     return path
 
 

@@ -90,8 +90,8 @@ def _mentioned(function: FunctionType, cls: type | None) -> Iterator[tuple[str, 
             yield name, function.__globals__[name], None
         elif cls is not None and isinstance(method := inspect.getattr_static(cls, name, None), FunctionType):
             yield name, method, cls
-    held = inspect.getclosurevars(function).nonlocals
-    yield from ((name, value, None) for name, value in held.items())
+    closure_values = inspect.getclosurevars(function).nonlocals
+    yield from ((name, value, None) for name, value in closure_values.items())
 
 
 def _names(code: CodeType) -> Iterator[tuple[str, str]]:

@@ -66,12 +66,12 @@ def install(device_type: str) -> None:
     """
     if device_type != "cpu" or not is_installed("fla"):
         return
-    places = [_find(place) for place in REFERENCES]
-    if all(hasattr(getattr(owner, name, None), MARK) for owner, name in places):
+    owners = [_find(key) for key in REFERENCES]
+    if all(hasattr(getattr(owner, name, None), MARK) for owner, name in owners):
         return
     names = _names()
-    for (owner, name), (place, reference) in zip(places, REFERENCES.items(), strict=True):
-        _replace(owner, name, reference, names, triton=place not in NOT_TRITON)
+    for (owner, name), (key, reference) in zip(owners, REFERENCES.items(), strict=True):
+        _replace(owner, name, reference, names, triton=key not in NOT_TRITON)
 
 
 def calls_fla(config: "PretrainedConfig") -> bool:
@@ -90,26 +90,29 @@ Names = dict[Any, list[tuple[dict[str, Any], str]]]
 """Maps each value to the tables that hold it, each with the value's name in the table."""
 
 
-def _find(place: str) -> tuple[Any, str]:
+def _find(key: str) -> tuple[Any, str]:
     """Return the module, or the class, of a key of `REFERENCES`, and the name in it."""
-    module, _, path = place.partition(":")
+    module, _, path = key.partition(":")
     *outer, name = path.split(".")
     return functools.reduce(getattr, outer, importlib.import_module(module)), name
 
 
 def _names() -> Names:
-    """Return the values in the globals of the loaded FLA modules, and in the dicts held there.
+    """Return the values in the globals of the loaded FLA modules, and in the dicts among these globals.
 
     Modules that are loaded later import the replacements.
     """
-    found: Names = {}
+    tables_of: Names = {}
     for module_name, module in list(sys.modules.items()):
         if module_name.partition(".")[0] != "fla":
             continue
-        for table in [vars(module), *(held for held in vars(module).values() if type(held) is dict)]:
+        for table in [
+            vars(module),
+            *(inner_table for inner_table in vars(module).values() if type(inner_table) is dict),
+        ]:
             for name, value in table.items():
-                found.setdefault(_key(value), []).append((table, name))
-    return found
+                tables_of.setdefault(_key(value), []).append((table, name))
+    return tables_of
 
 
 def _key(value: Any) -> Any:

@@ -57,11 +57,10 @@ def reported(listener: Callable[[str, Sequence[torch.Tensor]], None]) -> Iterato
 
 
 def _report(self: Any, *args: Any, **kwargs: Any) -> None:
-    """Take the place of a launch."""
+    """Replace the launch of a kernel: report it to the listener, and run nothing."""
     if _listener is not None:
         kernel = self
-        while hasattr(
-            kernel, "fn"
-        ):  # an autotuner wraps heuristics, which wrap a kernel, which wraps a function
+        # An autotuner wraps heuristics, which wrap a kernel, which wraps a function.
+        while hasattr(kernel, "fn"):
             kernel = kernel.fn
         _listener(kernel.__name__, [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)])

@@ -18,7 +18,7 @@ from titanplans.torch_private.autograd import version
 from titanplans.torch_private.dispatch import unset_fake_temporarily, without_torch_function
 
 PROBE = torch.linspace(-100, 100, 41, dtype=torch.float64)
-"""Values at which two functions are compared: that of the model's code after the head, and that which the head applied."""
+"""Logits for which the function that the model's code applies after the head is compared with the one the head applied."""
 
 _ELEMENTWISE = frozenset(
     (

@@ -64,15 +64,15 @@ def read(
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     wide = {"dtype": torch.promote_types(logits.dtype, torch.float32), "device": logits.device}
     at = torch.where(mine, index, -1)
-    log_sum, own, sums = (torch.empty(rows, **wide) for _ in range(3))  # type: ignore[arg-type]
-    _run(_statistics, (rows,), logits, at, log_sum, own, sums, width, logits.stride(0), SUM=summed)
+    log_sum, label_logit, sums = (torch.empty(rows, **wide) for _ in range(3))  # type: ignore[arg-type]
+    _run(_statistics, (rows,), logits, at, log_sum, label_logit, sums, width, logits.stride(0), SUM=summed)
 
-    def gradient(log_sum: torch.Tensor, scale: torch.Tensor, own: torch.Tensor, shift: torch.Tensor):
+    def gradient(log_sum: torch.Tensor, scale: torch.Tensor, at_label: torch.Tensor, shift: torch.Tensor):
         grid = (rows, -(-width // COLUMNS))
-        _run(_gradient, grid, logits, at, log_sum, scale, own, shift, width, logits.stride(0))
+        _run(_gradient, grid, logits, at, log_sum, scale, at_label, shift, width, logits.stride(0))
         return logits
 
-    return (log_sum, own, sums if summed else None), gradient
+    return (log_sum, label_logit, sums if summed else None), gradient
 
 
 def _run(kernel: Any, grid: tuple[int, ...], logits: torch.Tensor, *args: Any, **constants: Any) -> None:

@@ -31,22 +31,22 @@ def read_by_operators(
     dtype, width = logits.dtype, logits.shape[-1]
     logits = logits.to(torch.promote_types(dtype, torch.float32))
     if width:
-        own = torch.where(mine, logits.gather(-1, index[:, None])[:, 0], 0)
+        label_logit = torch.where(mine, logits.gather(-1, index[:, None])[:, 0], 0)
         # Keep the maximum finite, so that a shard whose logits are all -inf has a sum of exponentials of 0, not NaN.
         largest = logits.amax(-1).clamp_min(torch.finfo(logits.dtype).min)
     else:
-        own = logits.new_zeros(index.shape)
+        label_logit = logits.new_zeros(index.shape)
         largest = logits.new_full(index.shape, -torch.inf)
     sums = logits.sum(-1) if summed else None
     # In place: from here on `logits` holds the exponentials. `gradient` overwrites them with the gradient.
     exponentials = logits.sub_(largest[:, None]).exp_()
 
-    def gradient(log_sum: torch.Tensor, scale: torch.Tensor, own: torch.Tensor, shift: torch.Tensor):
+    def gradient(log_sum: torch.Tensor, scale: torch.Tensor, at_label: torch.Tensor, shift: torch.Tensor):
         exponentials.mul_(((largest - log_sum).exp() * scale)[:, None])
         if width:
-            exponentials.scatter_add_(-1, index[:, None], -own[:, None])
+            exponentials.scatter_add_(-1, index[:, None], -at_label[:, None])
         if summed:
             exponentials.sub_(shift[:, None])
         return exponentials.to(dtype)
 
-    return (largest + exponentials.sum(-1).log(), own, sums), gradient
+    return (largest + exponentials.sum(-1).log(), label_logit, sums), gradient

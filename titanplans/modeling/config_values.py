@@ -69,30 +69,30 @@ def _check_table(values: Mapping[str, Any], config_class: Any, where: str, prefi
             "training.dtype"
         )
     for key, value in values.items():
-        said = f"{where}: {prefix}{key} = {_json(value)}"
+        field_text = f"{where}: {prefix}{key} = {_json(value)}"
         field = fields.get(key, _NO_FIELD)
         if isinstance(value, Mapping) and not _is_number(field.annotation):
             inner = nested.get(key)  # AutoConfig, if any class is allowed
-            known = isinstance(inner, type) and issubclass(inner, PretrainedConfig)
-            _check_table(value, inner if known else None, where, f"{prefix}{key}.")
+            is_config = isinstance(inner, type) and issubclass(inner, PretrainedConfig)
+            _check_table(value, inner if is_config else None, where, f"{prefix}{key}.")
         elif key in ("dtype", "torch_dtype"):
             if value is not None and not isinstance(getattr(torch, str(value), None), torch.dtype):
-                raise ModelError(f'{said}: expected the name of a type of torch, such as "bfloat16"')
+                raise ModelError(f'{field_text}: expected the name of a type of torch, such as "bfloat16"')
         elif value != field.default:  # a class's default may violate the rules
-            _check_value(key, value, field.annotation, said)
+            _check_value(key, value, field.annotation, field_text)
 
 
-def _check_value(key: str, value: Any, hint: Any, said: str) -> None:
+def _check_value(key: str, value: Any, hint: Any, field_text: str) -> None:
     rule = next((rule for names, rule in _RULES.items() if re.fullmatch(names, key)), None)
     if rule is not None and type(value) in (int, float) and not rule.holds(value):  # NaN holds none
-        raise ModelError(f"{said}: expected a number, {rule.says}")
+        raise ModelError(f"{field_text}: expected a number, {rule.says}")
     if not _is_number(hint) or key.endswith("_token_id"):  # an id is null if there is no such token
         return  # the config class checks this key itself
     try:
         fit(value, hint)
     except Mismatch:
         also = " or null" if NoneType in typing.get_args(hint) else ""
-        raise ModelError(f"{said}: expected {describe(hint)}{also}") from None
+        raise ModelError(f"{field_text}: expected {describe(hint)}{also}") from None
 
 
 def unread_keys(
@@ -102,13 +102,13 @@ def unread_keys(
 
     transformers stores them as attributes, which the model's code rarely reads.
     """
-    known = {*inspect.signature(type(config)).parameters, *config.attribute_map, "auto_map"}
+    field_names = {*inspect.signature(type(config)).parameters, *config.attribute_map, "auto_map"}
     for key, value in values.items():
         # getattr is not used, since it fails for a size that differs between layers.
         inner = vars(config).get(key)
         if isinstance(inner, PretrainedConfig):
             yield from unread_keys(value or {}, inner)  # null: the class's default
-        elif key not in known and not key.startswith("_") and not hasattr(type(config), key):
+        elif key not in field_names and not key.startswith("_") and not hasattr(type(config), key):
             # Some classes convert a key to other fields, so it is not an attribute. Other keys are used by name, e.g. from
             # `kwargs`.
             is_read = re.search(rf"""['"]{re.escape(key)}['"]""", inspect.getsource(type(config)))

@@ -201,7 +201,7 @@ def _overridden(
 
 
 def _check_fields(config: PretrainedConfig, fields: Mapping[str, Any], also: Iterable[str] = ()) -> None:
-    """Refuse keys that are neither fields of `config` (in a nested table: of the nested config) nor in `also`."""
+    """Refuse keys that are neither in `also` nor fields of `config`; in a nested table, fields of the nested config."""
     allowed = list(dict.fromkeys([*_fields(config), *also]))
     for key, value in fields.items():
         if key not in allowed:
@@ -211,7 +211,7 @@ def _check_fields(config: PretrainedConfig, fields: Mapping[str, Any], also: Ite
 
 
 def _fields(config: PretrainedConfig) -> list[str]:
-    """Return the fields that the architecture adds to those that every config has (dtype, labels, outputs)."""
+    """Return the fields that the architecture adds to the fields that every config has (dtype, labels, outputs)."""
     common, fields = inspect.signature(PretrainedConfig).parameters, []
     for kind in type(config).__mro__:
         if kind is PretrainedConfig:

@@ -15,9 +15,9 @@ section 3.
 
 Styles inside a region add their own collectives (`Style.sends`), such as one number per token for a norm over a sharded
 width. A packed weight whose rows come from other ranks (`Layout.rows`) needs an all-to-all. Under context parallelism each
-part needs the same collectives, for the tokens of its CP rank. Besides, each product at the entry or exit of a mixer needs
-one all-to-all in the forward and one in the backward, of tokens x rows elements, where key/value heads count once per rank
-that uses them.
+part needs the same collectives, for the tokens of its CP rank. In addition, each product at the entry or exit of a mixer
+needs one all-to-all in the forward and one in the backward, of tokens x rows elements, where key/value heads count once per
+rank that uses them.
 
 Not part of the bound: gathers of all tokens under context parallelism (`by_tokens`), the reduction of partial gradients of
 replicated parameters, which happens once per step, and the scales of float8.
@@ -224,7 +224,7 @@ def _path(key: str, applied: AppliedPlan) -> str:
 def exceeding(collectives: Iterable[Collective], needed: Sequence[Allowance]) -> list[Collective]:
     """Return the collectives of one part and direction that `needed` does not cover: additional or too large
     collectives."""
-    left = sorted(needed, key=lambda allowance: allowance.elements)
+    unmatched = sorted(needed, key=lambda allowance: allowance.elements)
     counted = [
         collective for collective in collectives if collective.reduction != "min"
     ]  # "min": float8's scales
@@ -233,9 +233,9 @@ def exceeding(collectives: Iterable[Collective], needed: Sequence[Allowance]) ->
     # region might be reported as the extra one.
     for anywhere in (False, True):
         for collective in list(over):
-            fit = next((a for a in left if _fits(collective, a, anywhere)), None)
+            fit = next((a for a in unmatched if _fits(collective, a, anywhere)), None)
             if fit is not None:
-                left.remove(fit)
+                unmatched.remove(fit)
                 over.remove(collective)
     return over
 

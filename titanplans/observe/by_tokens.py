@@ -87,13 +87,13 @@ def within_mixers(applied: AppliedPlan) -> Mapping[str, str]:
     return {path: region for path, region in regions.items() if region}
 
 
-def local_shape(x: torch.Tensor, border: Border, whole_ids: bool) -> torch.Size:
-    """Return the shape of the local tokens of `x`, which is ids of full sequences (`whole_ids`), a ShardedSequence, or
-    local."""
+def local_shape(x: torch.Tensor, border: Border, has_full_ids: bool) -> torch.Size:
+    """Return the shape of the local tokens of `x`: a ShardedSequence, a tensor of local tokens, or the token ids of full
+    sequences (`has_full_ids`)."""
     shape, tokens = x.shape, border.tokens
     if isinstance(x, ShardedSequence):
         return x.shard.shape
-    if tokens.ranks == 1 or not whole_ids or x.ndim <= tokens.dim:
+    if tokens.ranks == 1 or not has_full_ids or x.ndim <= tokens.dim:
         return shape
     return torch.Size((*shape[: tokens.dim], shape[tokens.dim] // tokens.ranks, *shape[tokens.dim + 1 :]))
 

@@ -165,10 +165,12 @@ def count_communication(
         run()
     if record.failure is not None:
         raise NotImplementedError(record.failure)  # an incomplete record proves nothing
-    if (again := next((c.module for c in record.collectives if c.phase == "recomputed"), None)) is not None:
+    if (
+        recomputed := next((c.module for c in record.collectives if c.phase == "recomputed"), None)
+    ) is not None:
         raise PlanError(
-            f"{again} is called again in the backward: count the communication without activation checkpointing, since a "
-            "recomputed forward adds its collectives, whatever the plan"
+            f"{recomputed} is called again in the backward: count the communication without activation checkpointing, since "
+            "a recomputed forward adds its collectives, whatever the plan"
         )
     return Communication(
         tuple(record.collectives),

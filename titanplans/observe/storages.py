@@ -1,5 +1,5 @@
-"""`record_storages`: the allocations and frees of a step on fake tensors, in order, with what each of them is for, and the
-work of its operators.
+"""`record_storages`: record the allocations and frees of a step on fake tensors, in order, what each allocation is for, and
+the work of the operators.
 
     with FakeTensorMode(), record_storages(model) as record:
         ...                     # a step
@@ -97,9 +97,9 @@ class Allocation:
     segment: Segment
     """When it is allocated."""
     part: str | None = None
-    """What the memory is for, if `StorageRecord.label` has said so."""
+    """What the memory is for; None unless `StorageRecord.label` has set it."""
     owner: str | None = None
-    """The name of the parameter that it belongs to, if `StorageRecord.label` has said so."""
+    """The name of the parameter that it belongs to; None unless `StorageRecord.label` has set it."""
     is_resized: bool = False
     """FSDP2 frees and allocates it with `resize_`: it holds parameters that are gathered."""
 
@@ -114,7 +114,7 @@ class StorageRecord:
     allocations: list[Allocation] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
     segment: Segment = Segment(0, "begin")
-    """Noted at each event. Set by the caller."""
+    """The segment in which events are recorded now. Set by the caller."""
     live: int = 0
     """Bytes that are allocated now."""
     peak: int = 0
@@ -128,7 +128,7 @@ class StorageRecord:
     _streams: list[Any] = field(default_factory=list)
 
     def label(self, tensors: Iterable[tuple[str | None, torch.Tensor]], part: str) -> None:
-        """Say what live tensors are for, unless that has been said.
+        """Set what live tensors are for, unless it is set already.
 
         Args:
             tensors: each with the name of the parameter that it belongs to. DTensors stand for their local tensors.
@@ -180,7 +180,7 @@ class StorageRecord:
             self.live -= self.allocations[index].size
 
     def resize(self, storage: torch.UntypedStorage) -> None:
-        """Note that a storage has got another size."""
+        """Record the new size of a storage."""
         key, size = address_of(storage), storage.nbytes()
         before = self._resizable.get(key)
         if (index := self._open.get(key)) is not None:
@@ -192,10 +192,10 @@ class StorageRecord:
             self._resizable[key] = before
             self._free(key)
         if size and before is not None:
-            again = self._allocation(size, "resize_", before.shape)
-            again.is_fsdp = again.is_resized = True
-            again.module = before.module
-            self._open_allocation(key, again)
+            allocation = self._allocation(size, "resize_", before.shape)
+            allocation.is_fsdp = allocation.is_resized = True
+            allocation.module = before.module
+            self._open_allocation(key, allocation)
 
     def _allocation(
         self,

@@ -87,7 +87,7 @@ class ModuleTracker:
         self._logging = True
 
     def skip(self, phase: Phase) -> None:
-        """Note that a forward or a backward, which did not run, has taken place."""
+        """Set the phase as if a forward or a backward, which was left out, had run."""
         self._outside = "forward" if phase == "forward" else "update"
 
     def enter(self, name: str, compiled: bool) -> None:

@@ -1,9 +1,8 @@
 """DDP: replicate the model on each rank and sum gradients during the backward. Start at `apply_ddp`.
 
-torch's composable DDP is used, which does not wrap the model: parameter names, state dicts and methods stay. It differs
-from `DistributedDataParallel` in three ways: gradients are summed instead of averaged; graphs of compiled blocks are not
-split unless `split_compiled_blocks` is set; buffers are broadcast once, or before each training forward with
-`broadcast_buffers`.
+This module uses torch's composable DDP, which does not wrap the model: parameter names, state dicts and methods stay. Unlike
+with `DistributedDataParallel`, gradients are summed instead of averaged; graphs of compiled blocks are not split unless
+`split_compiled_blocks` is set; buffers are broadcast once, or before each training forward with `broadcast_buffers`.
 """
 
 from collections.abc import Iterator
@@ -35,7 +34,7 @@ def apply_ddp(model: nn.Module, mesh: DeviceMesh, config: DDPConfig) -> None:
 
     Args:
         model: materialised, on the mesh's device; activation checkpointing and compile are already applied, if at all.
-        mesh: 1-D: the ranks that read different data.
+        mesh: 1-D: the ranks whose gradients are summed, data-parallel and, if there are any, context-parallel.
         config: the options of DDP and autocast.
 
     Raises:
@@ -115,7 +114,7 @@ def refuse_model(model: nn.Module, mesh: DeviceMesh) -> None:
     if isinstance(model, DDP):
         why = "it is already replicated by DDP; remove the second call"
     elif is_compiled_model(model):
-        why = "it is compiled as a whole, and the reducer's hooks stay outside of a graph; compile its blocks one by one"
+        why = "it is compiled as one module, and the reducer's hooks stay outside of a graph; compile its blocks one by one"
     elif not any(parameter.requires_grad for parameter in model.parameters()):
         why = "all parameters are frozen, so there is no gradient to sum; leave DDP out"
     if why:

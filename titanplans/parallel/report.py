@@ -177,11 +177,11 @@ class ParallelismReport:
         kinds: list[dict[str, Any]] = []
         for block in self.blocks:
             cls, table = self._class(block), _count_equal(by_module.pop(block))
-            same = next((k for k in kinds if (k["class"], k["collectives"]) == (cls, table)), None)
-            if same is None:
+            equal_kind = next((k for k in kinds if (k["class"], k["collectives"]) == (cls, table)), None)
+            if equal_kind is None:
                 kinds.append({"class": cls, "names": [block], "collectives": table})
             else:
-                same["names"].append(block)
+                equal_kind["names"].append(block)
         others = [{"name": name, "collectives": _count_equal(issued)} for name, issued in by_module.items()]
         return {"step": step, "blocks": kinds, "other_modules": others}
 

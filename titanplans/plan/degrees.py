@@ -38,11 +38,11 @@ class Degrees:
             if degree < 1 and (degree != -1 or name == "ep"):
                 inferred = "" if name == "ep" else ", or -1 to infer it"
                 raise ParallelError(f"{name} = {degree}: a degree is 1 or more{inferred}")
-        free = [name for name, degree in self._items() if degree == -1]
-        if len(free) > 1:
+        to_infer = [name for name, degree in self._items() if degree == -1]
+        if len(to_infer) > 1:
             raise ParallelError(
-                f"{' and '.join(free)} are -1, and only one degree can be inferred: "
-                f"set {' and '.join(free[1:])} to a number"
+                f"{' and '.join(to_infer)} are -1, and only one degree can be inferred: "
+                f"set {' and '.join(to_infer[1:])} to a number"
             )
 
     @property
@@ -62,14 +62,14 @@ class Degrees:
         """
         product = math.prod(degree for _, degree in self._items() if degree != -1)
         factors = f"{' x '.join(f'{n} {d}' for n, d in self._items() if d != -1)} = {product}"
-        free = next((name for name, degree in self._items() if degree == -1), None)
-        if free is not None:
+        inferred = next((name for name, degree in self._items() if degree == -1), None)
+        if inferred is not None:
             if world_size % product:
                 raise ParallelError(
-                    f"{free} = -1 can't be inferred: {_processes(world_size)} can't be divided by {factors}; "
+                    f"{inferred} = -1 can't be inferred: {_processes(world_size)} can't be divided by {factors}; "
                     f"start {near_multiples(world_size, product)}, or choose degrees whose product divides {world_size}"
                 )
-            return replace(self, **{free: world_size // product})
+            return replace(self, **{inferred: world_size // product})
         if product != world_size:
             raise ParallelError(
                 f"{factors}, but there are {_processes(world_size)}: {self._remedy(world_size)}"

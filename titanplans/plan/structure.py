@@ -53,10 +53,10 @@ def structure_of(model: nn.Module) -> dict[str, list[Any]]:
 
 def missing_in(proved: Structure, structure: Structure) -> str:
     """Return the first part of `structure` that is missing in the structure `proved`; "" if none is missing."""
-    known = {entry for kind in proved["blocks"] for entry in kind}
+    proved_entries = {entry for kind in proved["blocks"] for entry in kind}
     for kind in structure["blocks"]:
         if kind not in proved["blocks"]:
-            new = [entry for entry in kind if entry not in known]
+            new = [entry for entry in kind if entry not in proved_entries]
             return f"a block with {new[0]}" if new else "one of its kinds of blocks"
     for part in ("outside", "tied"):
         if differing := [entry for entry in structure[part] if entry not in proved[part]]:

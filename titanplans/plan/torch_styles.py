@@ -68,12 +68,12 @@ def _check_tied(plan: Plan, model: nn.Module) -> None:
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    for same in names.values():
-        if len(same) > 1 and any(name.rpartition(".")[0] in plan for name in same):
+    for tied_names in names.values():
+        if len(tied_names) > 1 and any(name.rpartition(".")[0] in plan for name in tied_names):
             raise PlanError(
-                f"{' and '.join(same)} are tied, and torch's styles would replace each by a parameter of its own; leave "
-                "their modules out of the dict, which replicates them, or use the styles' names of titanplans, such as "
-                "'vocab_embedding' and 'vocab_head'"
+                f"{' and '.join(tied_names)} are tied, and torch's styles would replace each by a parameter of its "
+                "own; leave their modules out of the dict, which replicates them, or use the styles' names of titanplans, "
+                "such as 'vocab_embedding' and 'vocab_head'"
             )
 
 

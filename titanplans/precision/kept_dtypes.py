@@ -26,8 +26,8 @@ def keeps_float32(model: nn.Module, dtype: torch.dtype | None) -> Callable[[str]
     patterns = [] if dtype is None else [pattern.replace("*", ".*") for pattern in patterns_for(dtype)]
     if not patterns:
         return lambda name: False
-    kept = re.compile("|".join(patterns))
-    return lambda name: kept.search(without_wrappers(name)) is not None
+    pattern_of_kept = re.compile("|".join(patterns))
+    return lambda name: pattern_of_kept.search(without_wrappers(name)) is not None
 
 
 def _declared_patterns(model: nn.Module, dtype: torch.dtype) -> list[str]:

@@ -3,10 +3,10 @@
     nf4_codes   [outputs, inputs / 2]      uint8       two codes per byte, the first in the upper four bits
     nf4_scales  [outputs, inputs / 64]     bfloat16    the absolute maximum of each block of 64 inputs
 
-Codes and scales are sharded, gathered and saved like other parameters: a row of theirs belongs to one row of the weight, a
-column to 2 or 64 inputs. A shard of codes and scales is the quantised shard of the weight, so a split model has the
-weights of the unsplit model, provided that no block is divided between ranks (`nf4_faults`). The codes and block size are
-those of torchao and bitsandbytes, but the scales are not quantised a second time.
+Codes and scales are sharded, gathered and saved like other parameters: each of their rows belongs to one row of the weight,
+each column to 2 (codes) or 64 (scales) inputs. A shard of codes and scales is the quantised shard of the weight, so a split
+model has the weights of the unsplit model, provided that no block is divided between ranks (`nf4_faults`). Code values and
+block size are the same as in torchao and bitsandbytes, but the scales are not quantised a second time.
 """
 
 from collections.abc import Iterator

@@ -64,10 +64,14 @@ def verify(
     """Prove that `plan` splits a model right: train it unsplit and split, in many conditions, and compare all quantities.
 
     The quantities are:
-    - the loss and the logits of each micro batch
-    - the gradient of every parameter after each step; it is a fault if only one of the two models has a gradient - the
-    gradient norm as a trainer computes it - the weights after the last AdamW step - replicas, which must be equal on all
-    ranks - the logits of an evaluation and of a forward with a cache - whether tied weights are still one tensor
+
+    - the loss and the logits of each micro batch;
+    - the gradient of every parameter after each step; it is a fault if only one of the two models has a gradient;
+    - the gradient norm as a trainer computes it;
+    - the weights after the last AdamW step;
+    - replicas, which must be equal on all ranks;
+    - the logits of an evaluation and of a forward with a cache;
+    - whether tied weights are still one tensor.
 
     titanplans/proof/compare/tolerance.py derives the tolerances. titanplans/proof/batches/cover.py defines the trainings
     and chooses the cases. A case that fails is proved again with fewer conditions, to find the conditions that it needs.

@@ -1,4 +1,4 @@
-"""The least collectives that a call of a module with a style needs.
+"""The fewest collectives that a call of a module with a style needs.
 
 A style returns these collectives (`Style.sends`), and `titanplans.observe` compares them with the collectives of a
 step.

@@ -205,7 +205,7 @@ def unordered_node(node: torch.fx.Node) -> torch.fx.Node:
 
 
 def register_backend(name: str, backend: Callable[..., Any]) -> None:
-    """Make `backend` known to torch.compile as `name`, unless it is."""
+    """Register `backend` with torch.compile as `name`, unless that name is registered already."""
     from torch._dynamo import list_backends, register_backend
 
     if name not in list_backends(exclude_tags=()):
@@ -219,9 +219,9 @@ def boxed(function: Any) -> Any:
 
 
 def lowered_operators() -> set[Any]:
-    """Return the operators that Inductor computes itself, and does not call, and whose inputs it does not write to memory.
+    """Return the operators that Inductor lowers to its own code, without first writing their inputs to memory.
 
-    Some of them are products or collectives, which it calls after all.
+    The set has some matrix products and collectives, although Inductor calls these.
     """
     from torch._inductor.lowering import fallbacks, lowerings, needs_realized_inputs
 

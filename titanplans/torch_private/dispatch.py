@@ -103,7 +103,7 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 
 def address_of(storage: torch.UntypedStorage) -> int:
-    """Return the address of a storage object, which is not that of its memory."""
+    """Return the address of the storage object itself; it does not change if the storage's memory is freed."""
     return storage._cdata
 
 
@@ -116,7 +116,7 @@ def fake_device(tensor: FakeTensor) -> torch.device:
 def watch_resizes(on_resize: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
     """In the body, call `on_resize` after each `UntypedStorage.resize_`, by which FSDP2 frees and allocates parameters.
 
-    It is no operator, so dispatch modes do not see it.
+    `resize_` of a storage is not an operator, so dispatch modes do not see it.
     """
     resize = torch.UntypedStorage.resize_
 

@@ -73,7 +73,7 @@ def copy_views(outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
 
 
 def shapes_of_gradients(outputs: Any) -> Any:
-    """Return what the next stage tells a stage about the gradients that it sends back, which are those of `outputs`."""
+    """Return the metadata of the gradients of `outputs`, as the next stage sends it to the stage that computed `outputs`."""
     from torch.distributed.pipelining._utils import _derive_grad_metas, _StageBackwardMeta
 
     return _StageBackwardMeta(backward_metas=_derive_grad_metas(outputs))

@@ -51,8 +51,8 @@ def from_hf_names(
     """
     names: dict[str, Any] = model.state_dict()
     if is_user_model(model.config):
-        known = {name: tensor for name, tensor in folder_tensors.items() if name in names}
-        return known, [name for name in folder_tensors if name not in names], []
+        same_names = {name: tensor for name, tensor in folder_tensors.items() if name in names}
+        return same_names, [name for name in folder_tensors if name not in names], []
     conversions = get_model_conversion_mapping(model)
     conversions += older_conversions(model.config.model_type, type(model).__module__, folder_tensors)
     renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
@@ -193,7 +193,7 @@ OLDER_FORMATS = (
 
 
 def older_conversions(model_type: str, module: str, names: Collection[str]) -> list[WeightTransform]:
-    """Return the conversions that a folder needs besides transformers' own.
+    """Return the conversions that a folder needs in addition to transformers' own.
 
     Args:
         model_type: the config's model type.

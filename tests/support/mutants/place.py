@@ -51,8 +51,10 @@ _RUNS = re.compile(r"in (?:the backward of )?(\S+)(?: after (\S+))?")
 
 
 def is_right(verdict: Verdict) -> bool:
-    """Return whether the verdict names the right place: a refusal the key or its region, a failing case an allowed
-    module."""
+    """Return whether the verdict names the right module.
+
+    A refusal has to name the mutant's key or the key's region, a failing case has to name an allowed module.
+    """
     mutant = verdict.mutant
     reference = mutant.architecture.reference()
     if verdict.refusal is None:

@@ -272,7 +272,7 @@ def run_one(combination):
 
 
 def parallelise(combination, model):
-    """Split `model` as the combination does; return this rank's part, and how to train it."""
+    """Parallelise `model` as the combination says; return it with the functions that train it on this rank."""
     from titanplans.parallel import cross_entropy, parallelize, total_norm
     from titanplans.split.gradients import align_gradients
 

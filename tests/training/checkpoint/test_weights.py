@@ -131,7 +131,7 @@ def test_folders_that_do_not_fit_are_refused_before_processes_start(job, monkeyp
     (job.folder / "other.json").write_text(
         json.dumps(json.loads((job.folder / "gla.json").read_text()) | {"num_heads": 2})
     )
-    assert "is not that of gla (num_heads = 4, now 2)" in refusal(job, "--model.config=other.json")
+    assert "differs from the model in gla (num_heads = 4, now 2)" in refusal(job, "--model.config=other.json")
     (folder / "tokenizer.json").rename(job.folder / "tokenizer.json")
     assert "no tokenizer.json can be read there (No such file" in refusal(job)
     refused = load_job([str(job.folder / "job.toml"), f"--model.hf_assets_path={job.folder}"])

@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     list_parser = commands.add_parser(
         "list", help="list the registered plans, with model types and token mixers"
     )
-    words = "print the plan's file and lines for these, what is sharded, and each flavor's largest tensor-parallel degree"
+    words = "print these plans' files and lines, what is sharded, and each flavor's largest tensor-parallel degree"
     list_parser.add_argument("model_types", nargs="*", metavar="MODEL_TYPE", help=words)
     list_parser.add_argument(
         "--long", action="store_true", help="print the same for every model type with a debug flavor"
@@ -241,7 +241,11 @@ def _add_subject(
     words = f"convert Linear modules to float8: {', '.join(recipes[1:])}; default: none, or the job's recipe"
     add("--float8", choices=recipes, metavar="RECIPE", help=words)
     names: Any = {"type": lambda text: tuple(text.split(",")), "default": (), "metavar": "A,B"}
-    add("--float8-filter", **names, help="do not convert Linear modules whose names contain one of these")
+    add(
+        "--float8-filter",
+        **names,
+        help="do not convert Linear modules whose names contain one of these strings",
+    )
     words = "do not convert modules whose sizes are not multiples of 16"
     add("--float8-filter-unaligned", action="store_true", help=words)
     words = "add LoRA adapters: a key of [lora] and its value, such as rank=8; repeat for more keys"

@@ -105,14 +105,14 @@ def _prepare_modules(model: nn.Module, subject: Subject, device: torch.device) -
 
 
 def _describe(preparation: Preparation, subject: Subject) -> Iterator[str]:
-    both = "in the unsplit and the split model"
+    in_both = "in the unsplit and the split model"
     if (float8 := preparation.float8) is not None:
         filtered = f", {len(float8.filtered)} are not" if float8.filtered else ""
-        yield f"{len(float8.converted)} Linear modules are float8 ({float8.recipe}) {both}{filtered}"
+        yield f"{len(float8.converted)} Linear modules are float8 ({float8.recipe}) {in_both}{filtered}"
     if preparation.adapters is not None:
         rank, dropout = subject.lora.rank, subject.lora.dropout
         masks = f", with the same masks of lora.dropout = {dropout}" if dropout else ""
-        yield f"{len(preparation.adapters.modules)} Linear modules have adapters of rank {rank} {both}{masks}"
+        yield f"{len(preparation.adapters.modules)} Linear modules have adapters of rank {rank} {in_both}{masks}"
     if preparation.frozen is not None:
         yield f"{preparation.frozen:,} parameters are frozen"
 

@@ -54,8 +54,8 @@ def verdict(outcome: Outcome) -> str:
     cases = outcome.report.cases
     wrong = [case for case in cases if not case.passed]
     if outcome.total_cases:
-        said = f"{len(wrong)} of them WRONG" if wrong else "all of them right"
-        return f"unfinished: {len(cases)} of {counted(outcome.total_cases, 'case')}, {said}; {outcome.seconds:.1f} s"
+        cases_so_far = f"{len(wrong)} of them WRONG" if wrong else "all of them right"
+        return f"unfinished: {len(cases)} of {counted(outcome.total_cases, 'case')}, {cases_so_far}; {outcome.seconds:.1f} s"
     if wrong:
         first = f"the first at {wrong[0].name}: {_place(wrong[0])}"
         return f"WRONG: {len(wrong)} of {counted(len(cases), 'case')}, {first}; {outcome.seconds:.1f} s"
@@ -91,16 +91,14 @@ def summary(found: Sequence[Mapping[str, Any]], seconds: float, missing: int) ->
         seconds: the time since the command started.
         missing: the number of subjects that have not been proved.
     """
-    wrong = [one["subject"] for one in found if one["verdict"] != "proved"]
-    cases = sum(len(one["report"]["cases"]) for one in found)
+    wrong = [result["subject"] for result in found if result["verdict"] != "proved"]
+    cases = sum(len(result["report"]["cases"]) for result in found)
     if missing:
-        said = f"WRONG: {', '.join(wrong)}" if wrong else "all of them proved"
-        return (
-            f"unfinished: {len(found)} of {counted(len(found) + missing, 'model')}, {said}; {seconds:.0f} s"
-        )
+        models_so_far = f"WRONG: {', '.join(wrong)}" if wrong else "all of them proved"
+        return f"unfinished: {len(found)} of {counted(len(found) + missing, 'model')}, {models_so_far}; {seconds:.0f} s"
     if wrong:
         return f"WRONG: {', '.join(wrong)}; {len(found)} models, {cases} cases; {seconds:.0f} s"
-    uncovered = sum(len(one["report"]["uncovered"]) for one in found)
+    uncovered = sum(len(result["report"]["uncovered"]) for result in found)
     return f"proved: {len(found)} models, {cases} cases; {counted(uncovered, 'condition')} not covered; {seconds:.0f} s"
 
 

@@ -198,7 +198,7 @@ def _data(job: Any) -> Refusals:
         )
     chats = [source.chat for source in sources] or [t.chat]
     if all(chat.enable for chat in chats):
-        why = "conversations are packed whole and attend only to themselves (see packing in their chat); remove this key"
+        why = "each conversation is packed in full, and attends only to itself (see packing in its chat); remove this key"
         for key in ("documents", "packing"):
             if get(job.data, key) != default(job.data, key):
                 yield f"data.{key}", why

@@ -54,7 +54,7 @@ def linear_attention(
         inputs = {"q": q, "k": k, "v": v} | by_head
         shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in inputs.items() if x is not None)
         raise KernelError(
-            f"linear attention of {shapes}: batch, tokens or heads of {wrong[0]} are not those of v"
+            f"linear attention of {shapes}: batch, tokens or heads of {wrong[0]} differ from those of v"
         )
     q, k = (x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], 2) for x in (q, k))
     g = v.new_zeros(v.shape[:3]) if g is None else g

@@ -104,7 +104,7 @@ def check_activation_checkpointing(model: nn.Module, options: ActivationCheckpoi
                 recomputed += block.mlps
             elif index % every == 0 and (options.mode != "keep_mixer" or block.mixers):
                 recomputed.append(name)
-    # Attributes of transformers' models: the first name is that of version 5, the second one is older.
+    # transformers renamed this attribute in version 5.
     flag = "is_activation_checkpointing"
     if getattr(model, flag if hasattr(model, flag) else "is_gradient_checkpointing", False):
         raise ParallelError(

@@ -47,7 +47,7 @@ def keep_modules() -> tuple["_Run", "_Run"]:
 
 
 class _Run(AbstractContextManager[None]):
-    """The context of a call's forward or recomputation; a retained graph enters the context of the recomputation again."""
+    """The context of a call's forward or recomputation. With `retain_graph` the latter is entered again."""
 
     def __init__(self, call: _Call, recomputes: bool):
         self.call, self.recomputes = call, recomputes
@@ -88,7 +88,7 @@ class Kept(ActivationWrapper):
                 )
             _set_random_state(state)
             return output
-        # The checkpoint's hooks would drop every tensor that is saved here; these hooks shadow them.
+        # The checkpoint's hooks would drop every tensor that the module saves for its backward; these hooks replace them.
         with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
             output = checkpointed(self)(*args, **kwargs)
         state = _random_state(args, kwargs) if self.preserve_rng_state else None

@@ -73,7 +73,7 @@ def check_operators(model: nn.Module, options: ActivationCheckpoint) -> None:
 def keep_operators(
     block: nn.Module, name: str, options: ActivationCheckpoint
 ) -> Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]:
-    """Return a `context_fn` of `torch.utils.checkpoint` for `block`, the module `name`, that keeps operators' outputs."""
+    """Return a `context_fn` of `torch.utils.checkpoint` that keeps outputs of operators of `block`, the module `name`."""
     keep = SMALL | _find(options)
     keep |= ATTENTION if options.per_op_sac_keep_attention else frozenset()
     keep |= COLLECTIVES if options.per_op_sac_keep_collectives else frozenset()

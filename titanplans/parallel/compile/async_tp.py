@@ -80,14 +80,12 @@ def prepare(model: nn.Module) -> None:
     With `fuse_swiglu` the activation and the last product are one function outside of every graph. Computed separately,
     they return the same values, but need more memory: the output of the activation is saved for the backward.
     """
-    apart = [
-        m for m in model.modules() if getattr(m, "fuse_swiglu", None) is True and hasattr(m, "down_proj")
-    ]
-    for mlp in apart:
+    mlps = [m for m in model.modules() if getattr(m, "fuse_swiglu", None) is True and hasattr(m, "down_proj")]
+    for mlp in mlps:
         mlp.fuse_swiglu = False  # pyrefly: ignore[bad-argument-type]
-    if apart:
+    if mlps:
         _log.info(
-            f"Async TP: {len(apart)} MLPs compute down_proj separately, so that it can be fused (fuse_swiglu = false)"
+            f"Async TP: {len(mlps)} MLPs compute down_proj separately, so that it can be fused (fuse_swiglu = false)"
         )
 
 

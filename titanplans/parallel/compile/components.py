@@ -105,8 +105,8 @@ def apply_compile(
     budget = next(filter(None, (memory_budget(block) for _, block in blocks)), None)
     within_budget = backend if budget is None else _budgeted(backend, budget)
     border = border_of_model(model)
-    # Inside a checkpoint torch guards on the id of a hook that is always called. Each block that tensor parallelism splits
-    # has its own, so these blocks do not share compiled code.
+    # The guards of a compiled checkpoint compare ids of the hooks inside it. Each block that tensor parallelism splits has
+    # hooks of its own, so such blocks do not share compiled code.
     shares = border is None or not any(isinstance(block, ActivationWrapper) for _, block in blocks)
     limit = RECOMPILATIONS * (count_kinds(block for _, block in blocks) if shares else len(blocks))
     for name, block in blocks:
@@ -221,7 +221,7 @@ def compile_options(compile_config: Compile) -> dict[str, Any]:
 
 
 def one_graph_a_block(model: nn.Module) -> bool:
-    """Whether every block of `model` can become a single graph."""
+    """Whether every block of `model` can be compiled to one graph."""
     return not (_records_routers(model) or any(calls_kernels(block) for _, block in _blocks(model)))
 
 

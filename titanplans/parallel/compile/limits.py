@@ -66,17 +66,14 @@ def _kind(block: nn.Module) -> Any:
 def compile_at_most(function: Callable[..., Any], limit: int, **options: Any) -> Callable[..., Any]:
     """Return `torch.compile(function, **options)`, with a recompilation limit of `limit`."""
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        arguments: Any = {
-            **options,
-            "recompile_limit": limit,
-        }  # missing in the type hints of torch's overloads
+        # The type hints of torch's overloads lack this argument.
+        arguments: Any = {**options, "recompile_limit": limit}
         return torch.compile(function, **arguments)
     compiled = torch.compile(function, **options)
 
+    # torch 2.11 has only one recompilation limit, for the process.
     @functools.wraps(compiled)
-    def call(
-        *args: Any, **kwargs: Any
-    ) -> Any:  # torch 2.11 has only one recompilation limit, for the whole process
+    def call(*args: Any, **kwargs: Any) -> Any:
         with dynamo_config().patch(recompile_limit=limit):
             return compiled(*args, **kwargs)
 

@@ -1,5 +1,7 @@
-"""Two graph passes around inductor's `micro_pipeline_tp`: before it, `Expose` rewrites products so that they can be fused;
-after it, `Overlap` overlaps the collectives that were not fused with independent products.
+"""Two graph passes around inductor's `micro_pipeline_tp`, the pass that fuses collectives with matrix products.
+
+`Expose` runs before it, and rewrites products so that they can be fused. `Overlap` runs after it, and overlaps the
+collectives that were not fused with independent products.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -67,7 +69,7 @@ def overlap(graph: torch.fx.Graph) -> None:
 
 
 def _sink(start: torch.fx.Node, wait: torch.fx.Node) -> None:
-    """Move `wait` before the first use of the result; to the end, if no product uses or overlaps it yet."""
+    """Move `wait` before the first use of the collective's result; to the end, if no product uses or overlaps it yet."""
     order = _order(wait.graph)
     min(wait.users, key=order.__getitem__).prepend(wait)
     descendants = reached(wait, "users")
@@ -79,46 +81,48 @@ def _sink(start: torch.fx.Node, wait: torch.fx.Node) -> None:
 
 
 def _fill(start: torch.fx.Node, windows: Sequence[tuple[torch.fx.Node, torch.fx.Node]]) -> None:
-    """Place independent products after `start`: issue `start` earlier, or run the products later.
+    """Let independent products run between `start` and its wait: issue `start` earlier, or run the products later.
 
-    If the collective reduce-scatters a sum of gradients, the products are the weight gradients of the same projections;
-    otherwise they are any products of the same region. No product is delayed beyond the region's border, since its inputs
+    If the collective reduce-scatters a sum of gradients, the weight gradients of the same projections are delayed;
+    otherwise all independent products of the region. No product is delayed beyond the region's border, since its inputs
     would stay in memory until then.
 
     Args:
         start: the node that issues a collective.
         windows: the collectives that are overlapped already, each with its wait.
     """
-    order, needed, held = _order(start.graph), reached(start, "all_input_nodes"), overlapped(start)
+    order, ancestors = _order(start.graph), reached(start, "all_input_nodes")
+    is_overlapped = bool(overlapped(start))
     before = [node for node in order if order[node] < order[start]]
-    free = [node for node in before if is_long(node) and node not in needed]
-    if not any(is_long(node) or operation(node) for node in needed):
-        if free and not held:
-            _advance(start, needed, free, order)
+    independent = [node for node in before if is_long(node) and node not in ancestors]
+    if not any(is_long(node) or operation(node) for node in ancestors):
+        if independent and not is_overlapped:
+            _advance(start, ancestors, independent, order)
         return
     border = max((order[node] for node in before if operation(node) in _BORDERS), default=-1)
     # A product that overlaps another collective stays before the wait of that collective.
     taken = {
         product for other, wait in windows if order[wait] < order[start] for product in overlapped(other)
     }
-    free = [node for node in free if order[node] > border and node not in taken]
-    nearest = chains(start.all_input_nodes, "all_input_nodes")
-    read = {source for chain in nearest for source in _sources(chain.product)}
-    same = [product for product in free if read & _sources(product)]
-    _delay(start, same if same or held else free, order)
+    movable = [node for node in independent if order[node] > border and node not in taken]
+    summands = chains(start.all_input_nodes, "all_input_nodes")
+    sources = {source for chain in summands for source in _sources(chain.product)}
+    # An input gradient and the weight gradient of one projection have the same source, the gradient of the output.
+    weight_gradients = [product for product in movable if sources & _sources(product)]
+    _delay(start, weight_gradients if weight_gradients or is_overlapped else movable, order)
 
 
 def _advance(
     start: torch.fx.Node,
-    needed: Collection[torch.fx.Node],
-    free: Sequence[torch.fx.Node],
+    ancestors: Collection[torch.fx.Node],
+    independent: Sequence[torch.fx.Node],
     order: Mapping[torch.fx.Node, int],
 ) -> None:
-    """Move `start` and its inputs to the beginning of the region of the last product of `free`."""
+    """Move `start` and its `ancestors` to the beginning of the region of the last product of `independent`."""
     borders = [order[node] for node in order if operation(node) in _BORDERS]
-    begin = max((place for place in borders if place < order[free[-1]]), default=-1)
-    first = next(node for node in free if order[node] > begin)
-    for node in sorted((node for node in needed if order[node] > order[first]), key=order.__getitem__):
+    begin = max((position for position in borders if position < order[independent[-1]]), default=-1)
+    first = next(node for node in independent if order[node] > begin)
+    for node in sorted((node for node in ancestors if order[node] > order[first]), key=order.__getitem__):
         first.prepend(node)
     first.prepend(start)
 
@@ -145,7 +149,7 @@ def _sources(product: torch.fx.Node) -> set[torch.fx.Node]:
 
 
 def _order(graph: torch.fx.Graph) -> dict[torch.fx.Node, int]:
-    return {node: place for place, node in enumerate(graph.nodes)}
+    return {node: position for position, node in enumerate(graph.nodes)}
 
 
 _aten = torch.ops.aten

@@ -73,12 +73,12 @@ def _refuse_dtypes(named: dict[Kind, str], module: str) -> ParallelError:
 def _split(
     model: nn.Module,
     units: Sequence[FSDPUnit],
-    kind: Callable[[str, nn.Parameter], Kind],
+    kind_of: Callable[[str, nn.Parameter], Kind],
     refuse: Callable[[dict[Kind, str], str], ParallelError],
 ) -> list[FSDPUnit]:
     """Return `units` with inner units for modules whose parameters differ in kind from most elements of the unit.
 
-    `kind` returns the kind of a parameter. `refuse` returns the error for a module that holds parameters of two kinds.
+    `kind_of` returns the kind of a parameter. `refuse` returns the error for a module that holds parameters of two kinds.
     Inner units are listed innermost first.
     """
     taken = {name for unit in units for name in unit.names}
@@ -88,38 +88,38 @@ def _split(
         numels: Counter[Kind] = Counter()
         named: dict[Kind, str] = {}
         for key, param in _direct_parameters(model, name).items():
-            if (its := kind(key, param)) is not None:
-                numels[its] += param.numel()
-                named[its] = key
+            if (kind := kind_of(key, param)) is not None:
+                numels[kind] += param.numel()
+                named[kind] = key
         if len(numels) > 1:
             raise refuse(named, name or class_name(model))
-        parts = [(child, *of_module(child)) for child in _children(model, name) if child not in taken]
-        kept = next(iter(numels)) if numels else _most([(its, numel) for _, its, numel, _ in parts])
-        off = [sub for *_, subs in parts for sub in subs]
-        off += [(child, its) for child, its, *_ in parts if its not in (kept, None)]
-        return kept, numels.total() + sum(numel for _, its, numel, _ in parts if its == kept), off
+        children = [(child, *of_module(child)) for child in _children(model, name) if child not in taken]
+        outer = next(iter(numels)) if numels else _most([(kind, numel) for _, kind, numel, _ in children])
+        inner = [sub for *_, subs in children for sub in subs]
+        inner += [(child, kind) for child, kind, *_ in children if kind not in (outer, None)]
+        return outer, numels.total() + sum(numel for _, kind, numel, _ in children if kind == outer), inner
 
     split = []
     for unit in units:
-        parts = [(name, *of_module(name)) for name in unit.names]
-        kept = _most([(its, numel) for _, its, numel, _ in parts])
-        inner = [sub for *_, subs in parts for sub in subs]
-        inner += [(name, its) for name, its, *_ in parts if its not in (kept, None)]
+        modules = [(name, *of_module(name)) for name in unit.names]
+        outer = _most([(kind, numel) for _, kind, numel, _ in modules])
+        inner = [sub for *_, subs in modules for sub in subs]
+        inner += [(name, kind) for name, kind, *_ in modules if kind not in (outer, None)]
         names = tuple(name for name in unit.names if name not in dict(inner))
         inside = tuple(
-            FSDPUnit(names, "dtype", kept=its is True or unit.kept) for names, its in _inner_units(inner)
+            FSDPUnit(names, "dtype", kept=kind is True or unit.kept) for names, kind in _inner_units(inner)
         )
-        split.append(replace(unit, names=names, inner=inside, kept=kept is True or unit.kept))
+        split.append(replace(unit, names=names, inner=inside, kept=outer is True or unit.kept))
     return split
 
 
-def _inner_units(parts: Sequence[tuple[str, Kind]]) -> list[tuple[tuple[str, ...], Kind]]:
+def _inner_units(modules: Sequence[tuple[str, Kind]]) -> list[tuple[tuple[str, ...], Kind]]:
     """Return one unit for each kind; if a module is inside another one, one unit for each module."""
-    if any(name.startswith(f"{other}.") for name, _ in parts for other, _ in parts):
-        return [((name,), its) for name, its in parts]
+    if any(name.startswith(f"{other}.") for name, _ in modules for other, _ in modules):
+        return [((name,), kind) for name, kind in modules]
     return [
-        (tuple(name for name, its in parts if its == kind), kind)
-        for kind in dict.fromkeys(its for _, its in parts)
+        (tuple(name for name, other in modules if other == kind), kind)
+        for kind in dict.fromkeys(kind for _, kind in modules)
     ]
 
 

@@ -89,7 +89,7 @@ _TORCH_2_13 = (
     ("fsdp_towers", "root", "set_reduce_scatter_unused_params"),
     ("enable_fsdp_symm_mem", True, "set_symm_mem_for_comm"),
 )
-"""Options, the values of them that torch 2.11 does not support, and the method of FSDPModule that torch 2.11 lacks."""
+"""(option, value, method): with this value the option calls a method of FSDPModule that torch 2.11 lacks."""
 
 
 def check_mesh(mesh: DeviceMesh, config: FSDP2Config) -> None:
@@ -213,10 +213,8 @@ def _reshards(unit: FSDPUnit, config: FSDP2Config, stage: bool) -> bool | int:
         case "never" | 1:  # resharding to 1 rank is not resharding; FSDP2 refuses a 1
             return False
         case ranks:
-            if unit.last or unit.role in (
-                "ends",
-                "root",
-            ):  # the backward uses these parameters first, so they stay gathered
+            # The backward uses these parameters first, so they stay gathered.
+            if unit.last or unit.role in ("ends", "root"):
                 return False
             return True if ranks == "default" else ranks
 

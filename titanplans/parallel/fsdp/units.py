@@ -94,17 +94,17 @@ def _join_tied(model: nn.Module, units: list[FSDPUnit]) -> list[FSDPUnit]:
     """Join embedding and ends if they share a parameter; dissolve either into the root if it shares one with the root."""
     while tie := _first_tie(model, units):
         (first, name), (second, other) = tie
-        kept = [unit for unit in units if unit not in (first, second)]
+        remaining = [unit for unit in units if unit not in (first, second)]
         roles = {first.role, second.role}
         if roles == {"embedding", "ends"}:
             embedding, ends = sorted((first, second), key=lambda unit: unit.role == "ends")
             position = units.index(embedding)
-            kept.insert(position, FSDPUnit(embedding.names + ends.names, "ends"))
+            remaining.insert(position, FSDPUnit(embedding.names + ends.names, "ends"))
         elif roles in ({"root", "embedding"}, {"root", "ends"}):
-            kept.insert(0, first if first.role == "root" else second)
+            remaining.insert(0, first if first.role == "root" else second)
         else:
             _refuse_tie(first, name, second, other)
-        units = kept
+        units = remaining
     return units
 
 
@@ -142,9 +142,7 @@ def fsdp_module(model: nn.Module, name: str) -> FSDPModule:
     """
     module = model.get_submodule(name)
     if not isinstance(module, FSDPModule):
-        raise ParallelError(
-            f"{name or class_name(model)} is not sharded by FSDP: shard the whole model first"
-        )
+        raise ParallelError(f"{name or class_name(model)} is not sharded by FSDP: shard the full model first")
     return module
 
 

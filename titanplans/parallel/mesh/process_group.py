@@ -161,8 +161,8 @@ def _thread_count(threads: int | str, ranks: int, environ: Mapping[str, str]) ->
         return threads
     omp = environ.get("OMP_NUM_THREADS")
     # torchrun sets OMP_NUM_THREADS=1 itself if it starts several ranks on a machine; then the user did not choose it.
-    is_torchruns = omp == "1" and "TORCHELASTIC_RUN_ID" in environ and ranks > 1
-    if omp is not None and not is_torchruns:
+    is_set_by_torchrun = omp == "1" and "TORCHELASTIC_RUN_ID" in environ and ranks > 1
+    if omp is not None and not is_set_by_torchrun:
         return None
     return max(1, available_cores() // ranks)
 

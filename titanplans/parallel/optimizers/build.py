@@ -178,13 +178,12 @@ def _split(
                 where += ": without weight decay (vectors, biases, norms, marked _no_weight_decay)"
             groups[kind, decays, mesh] = ParameterGroup(kind, settings, where)
         groups[kind, decays, mesh].parameters[name] = parameter
-    if (
-        group is not None and not of_stage
-    ):  # on a stage, the parameters that an option is for may be elsewhere
+    # Not on a pipeline stage: the parameters that an option is for may be on another stage.
+    if group is not None and not of_stage:
         kinds = {kind for kind, *_ in groups}
-        for keys, readers in ((OF_ADAM, kinds - {"Muon"}), (OF_MUON, kinds & {"Muon"})):
+        for keys, users in ((OF_ADAM, kinds - {"Muon"}), (OF_MUON, kinds & {"Muon"})):
             unused = [key for key in keys if getattr(group, key) is not None]
-            if unused and not readers:
+            if unused and not users:
                 optimizers = " and ".join(sorted(kinds))
                 raise ConfigError(
                     f"{_where(index, group)}: {unused[0]} = {show(getattr(group, unused[0]))} does nothing, since all its "

@@ -54,9 +54,8 @@ def _best_split(
 
     `add_stage(value, begin, end)` returns the value of a split after a stage of the blocks `begin` to `end` is appended.
     """
-    best: dict[int, tuple[float, tuple[int, ...]]] = {
-        0: (0, ())
-    }  # keys: the block after the last stage so far
+    # The best split of the blocks before each key, as (value, first blocks of the stages).
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0, ())}
     for stages_left in reversed(range(stages)):
         ends = range(stages - stages_left, blocks - stages_left + 1) if stages_left else [blocks]
         best = {

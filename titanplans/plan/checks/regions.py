@@ -124,7 +124,7 @@ def _end_faults(plan: ResolvedPlan) -> Iterator[Fault]:
     ):
         yield (
             head,
-            "it makes the logits, and each rank would have only those of its tokens: give it vocab_head()",
+            "it makes the logits, and each rank would have only the logits of its tokens: give it vocab_head()",
         )
     if not plan.source.options.sequence_parallel:
         return

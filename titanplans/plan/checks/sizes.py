@@ -216,8 +216,8 @@ def check_experts(plan: ResolvedPlan) -> None:
         count = len(next(iter(direct_parameters(entry.module).values())))
         if count % options.degrees.ep:
             works = [d for d in _divisors(count) if d % options.degrees.tp == 0]
-            both = f"set both it and tensor_parallel_degree to {either(_divisors(count))}"
-            remedy = f"{either(works)} would work" if works else both
+            set_both = f"set both it and tensor_parallel_degree to {either(_divisors(count))}"
+            remedy = f"{either(works)} would work" if works else set_both
             raise PlanError(
                 f"{label} does not divide the number of experts = {count} ({entry.key}, {type(entry.module).__name__}): "
                 f"{remedy}"

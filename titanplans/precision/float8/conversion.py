@@ -69,8 +69,8 @@ def convert_to_float8(model: nn.Module, options: Float8, device_type: str = "cpu
     if converted := float8_linears(model):
         raise ParallelError(f"{next(iter(converted))} is converted to float8 already: build the model again")
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    kept = keeps_float32(model, torch.bfloat16)
-    filtered = {name: "the model keeps it in float32" for name in linears if kept(f"{name}.weight")}
+    stays_float32 = keeps_float32(model, torch.bfloat16)
+    filtered = {name: "the model keeps it in float32" for name in linears if stays_float32(f"{name}.weight")}
     filtered |= _filtered(linears, options)
     chosen = {}
     for name, module in linears.items():

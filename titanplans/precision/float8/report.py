@@ -1,4 +1,4 @@
-"""The part of `parallelism.json` about float8."""
+"""The section about float8 in `parallelism.json`."""
 
 import dataclasses
 from collections.abc import Mapping

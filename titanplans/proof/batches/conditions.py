@@ -39,7 +39,8 @@ class Scenario:
     cached: bool = False
     """The model is called with a cache after the second step, or after the first one if there is only one."""
     frozen: str = ""
-    """One of `FROZEN`: which parameters are frozen. In the last of several steps the others are frozen instead."""
+    """One of `FROZEN`: which parameters are frozen; "": none. The last of several steps freezes all other parameters
+    instead."""
     recomputed: bool = False
     """The backward recomputes each block of the split model."""
     differing: bool = False

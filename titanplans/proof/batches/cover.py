@@ -74,10 +74,10 @@ def trainings(batch: MicroBatch, block: int, shards: int = 1) -> tuple[Scenario,
     for index, row in enumerate(_EVALUATED):
         # This batch has the shape of an earlier batch, but other padding or documents. It reveals a mask that a model
         # caches by shape alone.
-        again = next(
+        same_shape = next(
             batch for batch in reversed(scenarios[index].steps[0]) if batch.padding or batch.documents
         )
-        evaluation = (again, make_batch(row, evaluated))
+        evaluation = (same_shape, make_batch(row, evaluated))
         scenarios[index] = replace(scenarios[index], evaluated=evaluation, cached=index == 0)
     return tuple(scenarios)
 
@@ -137,13 +137,13 @@ def cover(
             replace(
                 trained[t] if options.shards == 1 else shared[t],
                 frozen=FROZEN[t % len(FROZEN)] if frozen else "",
-                recomputed=again,
+                recomputed=recomputed,
                 differing=differing,
                 fused=fuse and (_distance(options, grid) if index < len(fixed) else index) % 2 == 0,
                 dtype=dtype,
             ),
         )
-        for index, (options, dtype, t, frozen, again, differing) in enumerate(chosen)
+        for index, (options, dtype, t, frozen, recomputed, differing) in enumerate(chosen)
     ]
 
 

@@ -46,8 +46,8 @@ def write_script(
     )
     if scenario.cached and sampler.caches:
         # Padded on the left, as prompts of different lengths usually are. A cache can't be combined with documents.
-        wanted = "left" if any(batch.padding for batch in first) else ""
-        padding = wanted if wanted in sampler.caches else sampler.caches[0]
+        preferred = "left" if any(batch.padding for batch in first) else ""
+        padding = preferred if preferred in sampler.caches else sampler.caches[0]
         prompt = sampler.tokens(MicroBatch(first[0].size, first[0].length, padding), count + 2, cached=True)
         cached = moved(prompt, device, dtype), moved(next_token(prompt, sampler), device, dtype)
     thaws = bool(scenario.frozen) and len(scenario.steps) > 1

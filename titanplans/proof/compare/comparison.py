@@ -67,7 +67,7 @@ class Comparison:
         if not self.world.is_first or at not in self.reference.expected:
             return
         (what, where), (first, *others) = key, replicas
-        # Most replicas are equal bit by bit, and need no further comparison.
+        # Most replicas are bitwise equal, and need no further comparison.
         others = [other for other in others if not _is_equal(other, first)]
         difference_of, expected = self.reference.tolerance.difference, self.reference.expected[at]
         error = max(difference_of(value, expected) for value in (first, *others)) / self.reference.units[at]

@@ -35,8 +35,8 @@ class ReferenceRun:
         losses: further losses by name, compared at the logits.
         ranks: the largest number of ranks, tp x cp, of a split model that is compared with this reference.
         recording: record the modules' outputs and their gradients.
-        further: the dtype is not the proof's main dtype. Then rounding may hide the effect of a wrong plan; in the main
-            dtype a model for which it does is refused.
+        further: True: the dtype is not the proof's main dtype, and rounding may hide the effect of a wrong plan. False: a
+            model whose rounding hides it is refused.
 
     Attributes:
         pristine: the model in the scenario's dtype, with its frozen parameters.

@@ -121,7 +121,7 @@ def _refusal(
 
 
 def _has_no_effect(model: nn.Module, sampler: Sampler, batch: MicroBatch, name: str) -> bool:
-    """Whether the logits of `batch` are the same, bit by bit, without the keyword `name`."""
+    """Whether the logits of `batch` are bitwise the same without the keyword `name`."""
     with_keyword = _moved(model, sampler.tokens(batch, 0))
     without = {key: value for key, value in with_keyword.items() if key != name}
     logits = []

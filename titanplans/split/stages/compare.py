@@ -113,14 +113,14 @@ def _check_unsplit(
         with torch.no_grad():
             for name in before.keys() & after.keys():
                 after[name].copy_(before[name])
-        again = _run(expressions, model, names, forward)
+        second = _run(expressions, model, names, forward)
         # The second forward uses a buffer that the first one has changed. Its value is restored above; reset its
         # expression, too.
-        if again.output != first.output:
+        if second.output != first.output:
             expressions.reset(model)
-            again = _run(expressions, model, names, forward)
-        if again.output != first.output:
-            difference = _difference(again, first, names) or "its logits differ"
+            second = _run(expressions, model, names, forward)
+        if second.output != first.output:
+            difference = _difference(second, first, names) or "its logits differ"
             raise ParallelError(
                 f"its second forward differs from the first ({difference}), and stages run more forwards than the "
                 "unsplit model: keep what changes from forward to forward in a buffer"

@@ -13,7 +13,7 @@ class SharedParameters:
     """The parameters that several stages hold, as seen by a pipeline rank.
 
     All holders start with the same values. Before each step they get the sum of their gradients, so that the same
-    update keeps them equal bit by bit.
+    update keeps them bitwise equal.
 
     Args:
         names: for each such parameter, its name in each stage that holds it (the values of `Stages.shared`).

@@ -205,8 +205,8 @@ def trace(model: nn.Module, decoder: Decoder, inputs: Mapping[str, Any]) -> Trac
             if result.value is not None
         ]
         for leaf, _ in new_leaves:  # several may have one storage
-            same = (value for other, value in new_leaves if storage_id(other) == storage_id(leaf))
-            origins.note(leaf, frozenset(same))
+            values = (value for other, value in new_leaves if storage_id(other) == storage_id(leaf))
+            origins.note(leaf, frozenset(values))
         calls.append(BlockCall(needs, returned, structure))
 
     def called(name: str, module: nn.Module, args: Any, output: Any) -> None:

@@ -235,8 +235,8 @@ def _local_folder(
 ) -> str:
     """Return the local folder of a repository of the Hub, or `folder`.
 
-    `is_recorded`: a manifest names `folder`. A manifest has the commit of a repository, so a name without a commit is a
-    folder.
+    `is_recorded`: a manifest names `folder`. Manifests name a repository with its commit, so a name without a commit is a
+    local folder.
     """
     repository = hub.repository_of(folder)
     if is_recorded and (repository is None or not repository.has_commit):

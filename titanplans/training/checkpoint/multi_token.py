@@ -1,7 +1,7 @@
-"""Layers of multi-token prediction, which transformers' classes do not have: a safetensors file in a checkpoint's folder.
+"""Layers of multi-token prediction: a checkpoint keeps them in a safetensors file, since transformers' classes lack them.
 
-These layers are neither loaded into a model nor trained. A checkpoint gets them from the folder or the checkpoint from
-which its weights were loaded. An exported folder has them under their names.
+These layers are neither loaded into a model nor trained. A job copies them from the folder or checkpoint that its weights
+were loaded from into each of its checkpoints, and an export copies them into the exported folder under their names there.
 """
 
 import math
@@ -71,9 +71,9 @@ def find_layers(source: Path, plain: PreTrainedModel) -> MultiTokenLayers | None
 
 
 def write_layers(layers: MultiTokenLayers, directory: Path) -> tuple[int, str]:
-    """Write the tensors to FILE in `directory`, bit by bit; return the file's size and checksum, as in `Manifest.files`.
+    """Write the unchanged tensors to FILE in `directory`; return the file's size and checksum, as in `Manifest.files`.
 
-    If the source is a folder step-N, its file is linked, so that the checkpoints of a job have them on the disk only once.
+    If the source is a folder step-N, its file is hard-linked, so that all checkpoints of a job share one file on the disk.
 
     Raises:
         OSError: they can't be written.

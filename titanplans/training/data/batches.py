@@ -44,12 +44,11 @@ class StepBatch(NamedTuple):
     positions: torch.Tensor
     labels: torch.Tensor
     by_reader: dict[int, ReaderPosition]
-    """The positions after this batch of the readers from which the batch was read."""
+    """The position of each reader that the batch was read from, after this batch."""
     lengths: list[tuple[int, int]]
     """For each sequence, the index of its source and the number of its tokens without padding."""
     long: list[int]
-    """For each source, the number of documents since the last batch that were cut or dropped, since they are longer than a
-    sequence."""
+    """For each source, how many documents longer than a sequence were cut or dropped since the last batch."""
 
 
 class Exhausted(NamedTuple):

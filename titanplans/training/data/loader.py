@@ -274,7 +274,8 @@ def _return_unchanged(batch: StepBatch | DataError | Exhausted) -> StepBatch | D
 
 
 def _describe(tokenizer: HuggingFaceTokenizer) -> str:
-    """Return the vocabulary's size and a digest of the encoding of a text with all tokens, which depends on the merges."""
+    """Return the vocabulary's size and a digest of an encoded text. The text has all tokens, so the digest depends on all
+    merges."""
     size = tokenizer.get_vocab_size()
     ids = tokenizer.encode(_PROBE + tokenizer.decode(list(range(size))), add_bos=True, add_eos=True)
     return f"{size} tokens, {hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:8]}"

@@ -33,7 +33,7 @@ class TokenSequence:
     conversation."""
 
     next_offset: int
-    """Where the next sequence begins in that document, as the argument `offset` of the function that packs."""
+    """Where the next sequence begins in that document: the argument `offset` with which the packing function continues."""
 
     last_read: Any = None
     """For best fit: the position of the last document that was read for the group of this sequence."""

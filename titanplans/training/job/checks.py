@@ -311,10 +311,10 @@ def _check_resumed(job: JobConfig, model: PreTrainedModel, world_size: int, save
     if "dataloader" not in job.checkpoint.exclude_from_loading:
         from titanplans.training.job.loaders import open_training_data  # which imports torchtitan
 
-        apart = documents.are_apart(job, documents.document_keyword(job, model.config))
+        documents_apart = documents.are_apart(job, documents.document_keyword(job, model.config))
         try:
             if position := read_position(saved):
-                open_training_data(job, world_size, documents_apart=apart, as_single_rank=False)[
+                open_training_data(job, world_size, documents_apart=documents_apart, as_single_rank=False)[
                     0
                 ].check_state(position)
         except (CheckpointException, json.JSONDecodeError):
@@ -342,7 +342,7 @@ def check_hf_folder(folder: str, model: PreTrainedModel, overrides: Collection[s
         folder_fields = compared_fields(modeling.load_config_file(folder))
         if differences := describe_model_changes(folder_fields, model.config, overrides, token_ids=False):
             raise ConfigError(
-                f"the job's model is not that of {folder} ({differences}): remove model.name, flavor and config to use the "
-                "folder's model; model.config_overrides can change lengths, rope and dropout"
+                f"the job's model differs from the model in {folder} ({differences}): remove model.name, flavor and config "
+                "to use the folder's model; model.config_overrides can change lengths, rope and dropout"
             )
     match_folder(model, open_folder(folder))

@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 def keep_derived_plan(job: JobConfig, model: PreTrainedModel) -> None:
     """Make sure that a kept plan exists, if `model.derive` allows it and no plan is registered for the job's model.
 
-    It is derived and proved in a process of its own, since that replaces kernels and needs no GPU. If several processes of
+    Another process derives and proves the plan, since a proof replaces kernels and runs on the CPU. If several processes of
     one machine call this at the same time, one derives and the others wait.
 
     Args:
@@ -68,7 +68,7 @@ def check_same_plan(model: nn.Module) -> None:
     """Check that all ranks have split `model` by the same text of a plan. Collective.
 
     Raises:
-        ParallelError: they have not, as machines that derived it by themselves might.
+        ParallelError: the plans differ, which happens if each machine derives one.
     """
     applied = record_of(model).plan
     plans = gather_objects(None if applied is None else digests([type(applied.plan)]))
@@ -89,7 +89,7 @@ def _derive(job: JobConfig, model: nn.Module) -> None:
     }
     environment["CUDA_VISIBLE_DEVICES"] = ""  # the proof runs on the CPU, also on a machine with GPUs
     if not sys.flags.safe_path:
-        # The user's modules are found from there in this process, too.
+        # As in this process, the user's modules may be in a folder of sys.path or in the working directory.
         environment["PYTHONPATH"] = os.pathsep.join([*filter(None, sys.path), os.getcwd()])
     with tempfile.TemporaryDirectory(prefix="titanplans-") as folder:
         file = Path(folder) / "job.toml"
@@ -115,7 +115,7 @@ def _derive(job: JobConfig, model: nn.Module) -> None:
 
 
 def _reason(process: subprocess.CompletedProcess[str], name: str) -> str:
-    """Return why `titanplans derive` has not proved a plan: its last words."""
+    """Return why `titanplans derive` has not proved a plan, from the last line that it printed."""
     if process.returncode == 1 and (lines := process.stdout.splitlines()):
         notes = [line.removeprefix("# ") for line in lines if line.startswith("# not proved: ")]
         return f"the derived plan of {name} is {lines[-1]}{''.join(f' ({note})' for note in notes)}"

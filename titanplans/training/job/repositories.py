@@ -47,11 +47,11 @@ def with_commits(job: JobConfig, *, resumes: bool) -> JobConfig:
     if not repositories:
         return job
     saved = _saved_repositories(job) if resumes else {}
-    wanted = {
+    requested = {
         option: saved[option] if _keeps_commit(repository, saved.get(option)) else repository
         for option, repository in repositories.items()
     }
-    commits = json.loads(_on_rank(0, "commits", lambda: _download(job, wanted)))
+    commits = json.loads(_on_rank(0, "commits", lambda: _download(job, requested)))
     pinned = {
         option: hub.Repository(repository.name, commits[option])
         for option, repository in repositories.items()

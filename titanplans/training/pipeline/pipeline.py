@@ -116,7 +116,7 @@ class Pipeline:
         self._shared.sum_gradients()
 
     def counted(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the `parameters` that a norm covers on this rank: all that no earlier stage holds, too."""
+        """Return the `parameters` that a norm covers on this rank: all but those that an earlier stage also holds."""
         copies = self._shared.duplicates()
         return [parameter for parameter in parameters if id(parameter) not in copies]
 

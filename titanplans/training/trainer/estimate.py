@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class JobEstimate(NamedTuple):
-    """The estimate of a job, as the process answers."""
+    """The estimate of a job that the background process returns."""
 
     reserved: int
     """The bytes that torch's allocator reserves on rank 0 in two steps."""
@@ -78,7 +78,7 @@ class BackgroundEstimate:
         self.estimate: JobEstimate | None = None
         self._cpu_seconds, self._steps, self._has_time, self._is_read = cpu_seconds, 0, False, False
         self._comparisons: list[Callable[[JobEstimate], str]] = []
-        """Functions that each return a line with a measurement and its estimate; those that have not been logged."""
+        """For each measurement that is not logged yet, a function that returns its line for the log, with the estimate."""
         self._process = subprocess.Popen(
             (sys.executable, "-m", "titanplans.foresight.background", str(os.getpid()), str(cpu_seconds)),
             stdin=subprocess.PIPE,
@@ -185,7 +185,7 @@ def time_line(step: int, seconds: float, estimate: JobEstimate) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment of a process that is no rank, sees no GPU, and imports what this one does."""
+    """Return the environment of a process that is not a rank, sees no GPU, and finds the modules that this process finds."""
     environ = {
         name: value
         for name, value in os.environ.items()

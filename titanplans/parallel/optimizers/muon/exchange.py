@@ -121,9 +121,9 @@ class Exchange:
                     shards[assignment.index], self.shard_box(assignment), self.overlap_box(assignment)
                 )
                 to[owner] = shard.reshape(-1).to(self._device, torch.bfloat16)
-        own = round_.get(self.me)
-        boxes = {p: self.overlap_box(own, p) for p in self._sources(own, self.me)} if own else {}
-        return Gathering(own, boxes, *self._all_to_all(to, boxes))
+        mine = round_.get(self.me)
+        boxes = {p: self.overlap_box(mine, p) for p in self._sources(mine, self.me)} if mine else {}
+        return Gathering(mine, boxes, *self._all_to_all(to, boxes))
 
     def scatter(self, round_: Round, full: torch.Tensor | None) -> Iterator[tuple[Assignment, torch.Tensor]]:
         """Send each owner's result to the other ranks; yield each assignment with this rank's shard of its result.
@@ -132,10 +132,10 @@ class Exchange:
             round_: the round.
             full: the result of this rank's assignment, if it has one.
         """
-        own = round_.get(self.me)
+        mine = round_.get(self.me)
         to = {}
-        if own is not None and full is not None:
-            to = {p: view(full, own.box, self.overlap_box(own, p)).reshape(-1) for p in range(self.size)}
+        if mine is not None and full is not None:
+            to = {p: view(full, mine.box, self.overlap_box(mine, p)).reshape(-1) for p in range(self.size)}
         boxes = {owner: self.overlap_box(assignment) for owner, assignment in round_.items()}
         shards, work = self._all_to_all(to, boxes)
         if work is not None:

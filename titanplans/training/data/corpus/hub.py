@@ -46,7 +46,7 @@ class HubDocuments:
         self._data, first = _open(name, path or repository, config or None, split, row_format)
         if first is None:
             raise DataError(f"dataset = {name!r}: its split {split!r} holds no document")
-        # `_open` can replace only a builder that reads files. A builder of another kind yields unconverted rows.
+        # `_open` lets builders that read files convert the rows. A builder of another kind yields unconverted rows.
         if not row_format.features.keys() <= first.keys():
             row_format.columns(list(first), f"dataset = {name!r}")
             raise DataError(

@@ -192,8 +192,8 @@ class TextFiles:
             ) from error
 
 
-# Left out are third-party packages; tests, which are half of the bytes, with many tables of expected values; and generated
-# files: character tables, and build settings with paths of the machine that built Python.
+# The corpus leaves out third-party packages; tests, which are half of the bytes and have many tables of expected values; and
+# generated files: character tables, and build settings with paths of the machine that built Python.
 _EXCLUDED_FOLDERS = {
     "site-packages",
     "dist-packages",

@@ -112,10 +112,10 @@ def _cached_dataset(files: Sequence[Path], file_format: str, reader: RowFormat) 
 
 def _fragments(files: Sequence[Path], file_format: str, reader: RowFormat) -> Iterator[dict[str, Any]]:
     """Yield the documents of all files, each with the index of its row over all files."""
-    read, row = {"json": read_json, "parquet": _read_parquet}[file_format], 0
+    read_rows, row = {"json": read_json, "parquet": _read_parquet}[file_format], 0
     for file in files:
         with as_data_error(f"{file} can't be read as {file_format}"):
-            for record in read(str(file.absolute()), reader):
+            for record in read_rows(str(file.absolute()), reader):
                 yield from (fragment | {_ROW: row} for fragment in reader.fragments(record))
                 row += 1
 
