@@ -1,8 +1,8 @@
 """python -m benchmarks.cpu_kernels [--threads 1] [--repeats 9]
 
-Compare two CPU implementations of gated linear attention: chunks, as in `titanplans.kernels`, and a loop over tokens, as
-in FLA's naive recurrence. Prints milliseconds per forward and backward in float32, with the two interleaved, their ratio,
-and the memory of tensors saved for the backward. Takes about a minute.
+Compare two CPU implementations of gated linear attention: chunks, as in `titanplans.kernels`, and a loop over tokens, as in
+FLA's naive recurrence. Prints milliseconds per forward and backward in float32, their ratio, and the memory of tensors saved
+for the backward. Runs of the two are interleaved. Takes about a minute.
 """
 
 import argparse

@@ -81,8 +81,8 @@ class Result(NamedTuple):
 
 
 def is_comparable(run: dict[str, str]) -> bool:
-    """Whether titanplans has such a job: its float8 is torchao's, and it refuses compiled blocks that are split by tensor
-    parallelism and recompute attention."""
+    """Whether titanplans can run a job like this run. LLM Foundry's float8 is not torchao's, and titanplans refuses compiled
+    blocks that are split by tensor parallelism and recompute attention."""
     if run["source"].startswith(FITTED_WITH) and run["float8"] != "0":
         return False
     return not (is_compiled(run) and int(run["tp"]) > 1 and run["ac"] == "full")
@@ -143,7 +143,7 @@ def config_of(run: dict[str, str]) -> Any:
     if family != "mpt":
         return load_config("llama", f"3.1-{size}")
     hidden, heads, blocks = MPT[size]
-    # MPT itself computes its attention in plain operators in transformers; GPT-2 has the same blocks.
+    # A GPT-2, which has the same blocks, stands in for MPT: transformers' MPT computes attention in plain operators.
     sizes = {"n_embd": hidden, "n_head": heads, "n_layer": blocks, "n_positions": int(run["seq"])}
     no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     return GPT2Config(vocab_size=50368, activation_function="gelu", use_cache=False, **sizes, **no_dropout)
@@ -247,7 +247,7 @@ def print_summary(runs: Sequence[dict[str, str]], results: Sequence[Result]) -> 
     for compiled in (False, True):
         errors = [each.error for each in rest if is_compiled(each.run) == compiled]
         print(f"| torchtitan's runs {'with' if compiled else 'without'} compile | {summary(errors)} |")
-    print("\nWith one size of model left out of the fit, and judged on it alone:\n")
+    print("\nEach size of model is left out of a fit, and this fit is judged on the size alone:\n")
     print("| | size | runs | median error | worst |\n|---|---|--:|--:|--:|", *lines, sep="\n")
 
 
@@ -286,7 +286,8 @@ What had to be assumed:
 - The efficiencies of matrix products and of attention in hardware.toml were fitted here, one pair for H100 and one for
   A100. The bandwidth of memory is 85 % of the data sheet's; it can't be fitted separately on these runs.
 - Two rows contradict their neighbours: MPT 1B on 32 A100-40GB (15,555 tokens/s; 19,085 on 16 and 19,001 on 64), and MPT 760M
-  with sequences of 512 on A100-80GB, slower than with 2,048 (all other sizes are faster). They count like all other rows.
+  on A100-80GB, which is slower with sequences of 512 than of 2,048 (all other sizes are faster with 512). They count like
+  all other rows.
 - torchtitan's model is computed as transformers' model, which rotates queries and keys in another way. Its last Linear is
   not in float8, and its loss is compiled only where the source says so.
 - Whether torchtitan's runs had expandable segments is not published.

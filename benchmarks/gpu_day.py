@@ -35,13 +35,13 @@ class Machine(NamedTuple):
     count: int
     """The number of GPUs, or in a dry run the number of processes."""
     no_trainer: str | None
-    """The reason why torchtitan's Trainer can't run here; None: the Trainer can run."""
+    """The reason why the installed torch or torchtitan can't run jobs; None: they can."""
     models: tuple[str, ...]
     """The models to prove."""
     quick: bool
 
     def sized(self, *small: str) -> tuple[str, ...]:
-        """Return `small`, options of a benchmark, in a dry run; otherwise return no options."""
+        """In a dry run return `small`, a benchmark's options for tiny sizes; otherwise return no options."""
         return small if self.device == "cpu" else ()
 
 
@@ -109,7 +109,7 @@ def optimizers(m: Machine) -> Iterator[Run]:
 
 
 def checkpoints(m: Machine) -> Iterator[Run]:
-    """Checkpoints with checksums on this machine's disk. The job whose memory is measured needs the Trainer."""
+    """Checkpoints with checksums on this machine's disk, and the memory of a job that saves often: it needs torchtitan."""
     small = ("--gigabytes", "0.02", "--rounds", "1", "--steps", "12")
     yield _benchmark("checkpoints", *m.sized(*small))._replace(skipped=m.no_trainer)
 

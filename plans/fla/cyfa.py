@@ -7,7 +7,7 @@ from .mixer import MixerPlan
 
 @register_plan("cyclic_flow_attention", mixer="fla.layers.cyfa.CyclicFlowAttention")
 class CyclicFlowAttentionPlan(MixerPlan):
-    """FLA concatenates the weights of queries, keys and values, and splits their product by `key_dim` and `value_dim`."""
+    """FLA joins the weights of queries, keys and values, and splits the output by `key_dim` and `value_dim`."""
 
     may_gather = True
     by_head = (

@@ -5,8 +5,8 @@
         ...                     # one step; at any moment in it:
         places.now()
 
-torch's `CommDebugMode` is not used: it records no sizes, and it assigns a collective of the backward to the module for
-whose outputs the gradients were computed last.
+torch's `CommDebugMode` is not used: it records no sizes, and it assigns each collective of the backward to the last module
+that has received gradients of its outputs.
 """
 
 from bisect import bisect_right
@@ -83,11 +83,11 @@ class ModuleTracker:
         return bool(self._units)
 
     def log_begins(self) -> None:
-        """Assign all later collectives to the log. The log is not written in every step."""
+        """Assign all later collectives to the phase "log", since not every step writes the log."""
         self._logging = True
 
     def skip(self, phase: Phase) -> None:
-        """Set the phase as if a forward or a backward, which was left out, had run."""
+        """Set the phase as it would be after a forward or a backward that was left out."""
         self._outside = "forward" if phase == "forward" else "update"
 
     def enter(self, name: str, compiled: bool) -> None:

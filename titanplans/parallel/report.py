@@ -62,8 +62,8 @@ class ParallelismReport:
     then says why.
 
     Args:
-        model: parallelised; under DDP materialised. A pipeline stage is reported as a model; "step" also counts the
-            communication of other stages in this process, without a module.
+        model: a parallelised model; with DDP it is no longer on meta. A pipeline stage is reported as if it were a model.
+            If this process has other stages, "step" also counts their communication, which belongs to no module.
         mesh: a `Mesh`, or torchtitan's ParallelDims.
         config: the strategy that was applied.
 

@@ -16,12 +16,12 @@ from titanplans.split.raw_collectives import all_reduce
 from titanplans.torch_private.dtensor import local_tensor, spec_as, spec_of, with_spec
 
 LARGE = 2**20
-"""Bytes from which a gradient is reduced alone, since copying it would cost more than starting a collective."""
+"""A gradient of this many bytes or more is reduced alone: copying it would cost more than starting another collective."""
 
 
 @torch.no_grad()
 def sum_partial(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return `grads` with each Partial DTensor summed over its ranks, so that its placement there is Replicate.
+    """Return `grads` with each Partial DTensor summed over its ranks: its Partial placements become Replicate.
 
     Small gradients of one mesh, dtype and device are concatenated and reduced by one all-reduce.
 

@@ -165,7 +165,7 @@ def _load_tensors(
 
 
 def _by_target(names: Iterable[str], tied: Mapping[str, str]) -> dict[str, str]:
-    """Map each target to the first of `names` that is a name of it. A target may have several names, which `tied` maps."""
+    """Map each target to the first of its names in `names`. `tied` maps the other names of a tied target to the target."""
     first_names: dict[str, str] = {}
     for name in names:
         first_names.setdefault(tied.get(name, name), name)

@@ -52,7 +52,7 @@ def shard(
     Raises:
         PlanError: `model` has no list of blocks.
         OptionError: an option can't be honoured for this model or mesh.
-        ParallelError: the parameters can't be grouped. All are raised before anything is sharded.
+        ParallelError: the parameters can't be grouped. Like the other errors, it is raised before anything is sharded.
     """
     units = check_shard(model, mesh, config)
     units = split_experts(model, units)

@@ -32,7 +32,7 @@ from titanplans.styles.base import Operands, Style
 
 @dataclass(frozen=True)
 class Split:
-    """How the product of one Linear is split over the ranks. A compiled graph can hold these values."""
+    """How the product of one Linear is split over the ranks. It names no DeviceMesh, so a compiled graph can hold it."""
 
     group: Group
     rank: int
@@ -40,7 +40,7 @@ class Split:
 
 
 def split_linear(module: nn.Module, style: Style, ranks: HeadRanks) -> None:
-    """Make `module`, a Float8Linear whose weight `style` splits, use the scales of the unsplit Linear, in place.
+    """Make `module`, a Float8Linear that is split by `style`, use the scales of the unsplit Linear, in place.
 
     With the recipe tensorwise, `SplitState.weight_scale` may hold the scale of the full weight. If `weight_scale` is None,
     each product computes the scale.
@@ -53,7 +53,8 @@ def split_linear(module: nn.Module, style: Style, ranks: HeadRanks) -> None:
 def comes_from_product(x: torch.Tensor) -> bool:
     """Whether `x` is the direct result of a split product, the only function whose backward takes a float8 gradient.
 
-    False after a bias was added, whose gradient is a sum, and after indexing. Assumed True while torch.compile traces.
+    False after a bias was added, since the gradient of the bias is a sum over tokens, and after indexing. Assumed True
+    while torch.compile traces.
     """
     return torch.compiler.is_compiling() or isinstance(getattr(x.grad_fn, "split", None), Split)
 

@@ -38,8 +38,8 @@ def _start_process_group(job: JobConfig, device: torch.device) -> None:
     # As in torchtitan's trainer: a backward runs on the thread that called it, also on a GPU.
     torch.autograd.set_multithreading_enabled(False)
     comm, buffer_size = job.comm, resolve.trace_buf_size(job)
-    # With 3 NCCL's watchdog does not abort collectives. A collective that timed out must not be aborted before the flight
-    # recorder is written (pytorch #121055).
+    # At the value 3, NCCL's watchdog does not abort collectives. A collective that timed out must not be aborted before the
+    # flight recorder is written (pytorch #121055).
     os.environ |= {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "TORCH_FR_BUFFER_SIZE": str(buffer_size)}
     if buffer_size:
         folder = Path(job.job.dump_folder, comm.save_traces_folder)
