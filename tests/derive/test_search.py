@@ -8,7 +8,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING
 
 from tests import zoo
-from titanplans import PlanError, TPOptions, registered_plans
+from titanplans import PlanError, TPOptions, registered_plans, verify
 from titanplans.derive import analyse, derive, small_configs
 from titanplans.derive.analyse import fused_kernels_of, kernels_of
 from titanplans.derive.counts import Counts
@@ -225,6 +225,29 @@ def test_an_argument_that_blocks_combine_with_their_hidden_states_is_sharded():
     plan = derive(partial(build, WithArgument, 64, 8, 96), other_fn=other, degrees=[2], conditions="plain")
     assert plan.is_proved, plan.notes
     assert 'plan[""] = self.stream_arguments("factor")' in plan.text
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("bamba", "attn.intermediate_size // self.degree // self.heads_per_rank(attn.n_groups)"),
+        ("falcon_h1", '"norm.n_groups": self.heads_per_rank(attn.n_groups)'),
+    ],
+)
+def test_a_norm_over_groups_is_right_for_more_ranks_than_groups(name, count):
+    first, second = small_configs(load_config(name, "debug"))
+    for config in (first, second):
+        config.mamba_rms_norm = True  # only falcon_h1 has this field
+    build = partial(partial, build_real, dtype=torch.float64)
+    mixers = ["bamba", "falcon_h1", "granitemoehybrid"]  # which share a plan
+    degrees = [4, Degrees(cp=4, dp_shard=1)]
+    plan = derive(build(first), other_fn=build(second), exclude=mixers, degrees=degrees, conditions="plain")
+    assert plan.is_proved, plan.notes
+    assert count in "".join(map(str.strip, plan.text.splitlines()))
+    for plan_class, groups in ((registered_plans()[name], 2), (registered_plans()[name], 1), (plan.plan, 1)):
+        first.mamba_n_groups = groups
+        report = verify(build(first), plan_class, degrees=[2 * groups], conditions="plain")
+        assert report.passed, report.table()
 
 
 class Unsplit(nn.Module):

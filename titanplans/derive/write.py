@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import nn
@@ -245,7 +246,7 @@ class RegionWriter:
         styles = self._styles()
         inner = [key for key, style in styles.items() if style == "self.colwise()"]
         outer = [key for key, style in styles.items() if style == "self.rowwise()"]
-        if not self.closes or len(outer) != 1 or len(inner) + 1 != len(styles) or self.derived.counts.values:
+        if not self.closes or len(outer) != 1 or len(inner) + 1 != len(styles) or self.counts() is not None:
             return []
         names = ", ".join(f'"{name}"' for name in inner)
         return [f"mlp_in = ({names}{',' if len(inner) == 1 else ''})", f'mlp_out = "{outer[0]}"']
@@ -346,11 +347,15 @@ class RegionWriter:
         if kind.gate == "before":
             arguments.append("statistic=gated")
         if kind.groups > 1:
-            other = (
-                None if self.other is None or name not in self.other.norms else self.other.norms[name].groups
-            )
-            arguments.append(f"groups={self.sizes.express(kind.groups, other)}")
+            arguments.append(f"groups={self._of_norm(name, 'groups')}")
         return f"self.split_norm({', '.join(arguments)})"
+
+    def _of_norm(self, name: str, attribute: Literal["groups", "width"]) -> str:
+        """Return an expression for the groups or the width of a norm."""
+        other = None
+        if self.other is not None and self.other.split is not None:
+            other = getattr(self.other.split.findings.norms.get(name), attribute, None)
+        return self.sizes.express(getattr(self.found.norms[name], attribute), other)
 
     def counts(self) -> str | None:
         """Return the expression that `local_attributes` or `mlp_attributes` returns; None: the code needs no counts."""
@@ -365,6 +370,17 @@ class RegionWriter:
                 items.append(f'"{name}": {heads}{f" * {self._rows(name, rows)}" if rows > 1 else ""}')
             else:
                 divided.append(name)
+        for norm, kind in self.derived.norms.items():
+            for attribute, meaning in kind.counts.items():
+                groups = f"self.heads_per_rank({self._of_norm(norm, 'groups')})"
+                if meaning == "groups":
+                    items.append(f'"{norm}.{attribute}": {groups}')
+                elif kind.groups == 1:
+                    divided.append(f"{norm}.{attribute}")
+                else:
+                    width = f"{self._of_norm(norm, 'width')} // self.degree"
+                    per_group = f" // {groups}" if meaning == "width of a group" else ""
+                    items.append(f'"{norm}.{attribute}": {width}{per_group}')
         names = "".join(f', "{name}"' for name in divided)
         terms = [f"self.divide_by_degree({module}{names})"] if divided else []
         terms += [f"{{{', '.join(items)}}}"] if items else []
