@@ -18,7 +18,10 @@ from titanplans.split.decoder import find_decoder
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
-BY_HAND = ("llama", "qwen3", "gemma2", "phi3", "gpt2", "olmo2", "mixtral", "stablelm", "gpt_neox")
+BY_HAND = (
+    *("llama", "qwen3", "gemma2", "phi3", "gpt2", "olmo2", "mixtral", "stablelm", "gpt_neox"),
+    *("mpt", "bloom"),  # whose mixers get biases by head as an argument
+)
 """Types whose registered plan has to be derived style by style, without reading it."""
 
 
@@ -225,6 +228,64 @@ def test_an_argument_that_blocks_combine_with_their_hidden_states_is_sharded():
     plan = derive(partial(build, WithArgument, 64, 8, 96), other_fn=other, degrees=[2], conditions="plain")
     assert plan.is_proved, plan.notes
     assert 'plan[""] = self.stream_arguments("factor")' in plan.text
+
+
+def biases(heads, length):
+    """Return a bias for each head and key, as ALiBi has it."""
+    slopes = 2.0 ** -torch.arange(1, heads + 1, dtype=torch.float64)
+    return slopes[:, None, None] * torch.arange(length)
+
+
+class Biased(Mixer):
+    def forward(self, hidden, bias):
+        q, k, v = (
+            x.unflatten(-1, (self.count, -1)).transpose(1, 2) for x in self.inner(hidden).chunk(3, dim=-1)
+        )
+        future = torch.full((hidden.shape[1],) * 2, float("-inf"), dtype=bias.dtype).triu(1)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, bias + future)
+        return self.outer(mixed.transpose(1, 2).flatten(2))
+
+
+class BiasedBlock(Block):
+    def forward(self, hidden, bias):
+        hidden = hidden + self.mixer(self.first_norm(hidden), bias)
+        return hidden + self.mlp(self.second_norm(hidden))
+
+
+class WithBiases(Named):
+    """Mixers get a bias for each head."""
+
+    def __init__(self, width, heads, inner):
+        super().__init__(width, heads, inner)
+        self.heads = heads
+        self.layers = nn.ModuleList([BiasedBlock(width, heads, inner) for _ in range(2)])
+        for layer in self.layers:
+            layer.mixer = Biased(width, heads)
+
+    def biases(self, length):
+        return biases(self.heads, length)
+
+    def forward(self, input_ids):
+        hidden, bias = self.embed(input_ids), self.biases(input_ids.shape[1])
+        for layer in self.layers:
+            hidden = layer(hidden, bias)
+        return self.lm_head(self.norm(hidden))
+
+
+class WithBiasesOfNoFunction(WithBiases):
+    def biases(self, length):
+        return torch.arange(1, self.heads + 1, dtype=torch.float64)[:, None, None] * torch.arange(length)
+
+
+@pytest.mark.parametrize(
+    ("cls", "is_split"), [(WithBiases, True), (WithBiasesOfNoFunction, False)], ids=["function", "none"]
+)
+def test_an_argument_by_head_is_split_by_the_function_that_computes_it(cls, is_split):
+    other = partial(build, cls, 96, 4, 80)
+    plan = derive(partial(build, cls, 64, 8, 96), other_fn=other, degrees=[2], conditions="plain")
+    assert plan.is_proved, plan.notes
+    assert ('"biases": self.heads_of_result(model.heads),' in plan.text) == is_split
+    assert ("Not split: mixer." in plan.text) != is_split
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from titanplans.derive.analyse import (
     integers,
     relative,
 )
-from titanplans.derive.probe import ARGUMENT, BUFFER
+from titanplans.derive.by_head import split_arguments
+from titanplans.derive.probe import BUFFER
 from titanplans.derive.region import float_tensors
 from titanplans.derive.sections import Section
 from titanplans.plan.plan import TPPlan
@@ -466,9 +467,20 @@ def write_plan(split: ModelSplit, name: str, choices: Choices, other: ModelSplit
             fused = {id(kind): _without_kernels(kind) for kind in kinds if id(kind) in writers}
             if any(fused.values()):
                 _add(source, "local_functions", variable, _returned_by_kind(kinds, fused, variable))
-    if choices.counted_once is not None:
-        _add(source, "model_functions", "model", [f'return {{"{choices.counted_once}": self.count_once}}'])
+    _add(source, "model_functions", "model", _model_functions(split, choices, other))
     return source
+
+
+def _model_functions(split: ModelSplit, choices: Choices, other: ModelSplit | None) -> list[str]:
+    makers = {} if choices.counted_once is None else {choices.counted_once: "self.count_once"}
+    if any(has_split_arguments(kind) and kind.region.name not in choices.unsplit for kind in split.kinds):
+        sizes = Sizes(split.model, None if other is None else other.model, "model")
+        for name, heads in split.functions.items():
+            count = sizes.express(heads, None if other is None else other.functions.get(name))
+            makers[name] = f"self.heads_of_result({count})"
+    if not makers:
+        return []
+    return ["return {", *(f'    "{name}": {maker},' for name, maker in makers.items()), "}"]
 
 
 def _identity(kind: RegionSplit) -> tuple[str, type]:
@@ -679,4 +691,4 @@ def _test(variable: str, name: str, others: Iterable[nn.Module]) -> str:
 
 def has_split_arguments(kind: RegionSplit) -> bool:
     """Return whether units of the region use different parts of an argument, such as a bias by head."""
-    return kind.split is not None and any(name.startswith(ARGUMENT) for name in kind.split.layout.sharded)
+    return kind.split is not None and bool(split_arguments(kind.split))
