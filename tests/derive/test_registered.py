@@ -7,7 +7,6 @@ import pytest
 from tests import zoo
 from tests.derive.test_search import derived, styles
 from titanplans import registered_plans
-from titanplans.errors import UserError
 from titanplans.plan.degrees import Degrees
 
 pytestmark = [pytest.mark.usefixtures("cpu_kernels"), pytest.mark.exhaustive]
@@ -17,11 +16,8 @@ OTHERWISE = {
     "hy_v4": "a key for each parameter of attn_hc and ffn_hc",
     "kimi_linear": "one key for the parameters of forget_gate",
     "mimo_v2_flash": "the key/value heads of blocks with a window are not counted",
-    "mpt": "a mixer that gets biases by head as an argument is not split",
 }
 """Types for which a plan is derived and proved that differs from the registered one, and how."""
-NOT_DERIVED = {"bloom": "its mixers get biases by head as an argument, and add the residual"}
-"""Types for which no plan is derived that is proved, and why."""
 
 
 def comparable(plan, model):
@@ -34,13 +30,8 @@ def comparable(plan, model):
 
 @pytest.mark.parametrize("name", zoo.FURTHER)
 def test_the_registered_plan_is_derived_again(name):
-    try:
-        plan, make = derived(name, degrees=[2, Degrees(cp=2, dp_shard=1)], conditions="plain")
-    except UserError:
-        assert name in NOT_DERIVED
-        return
-    assert plan.is_proved == (name not in NOT_DERIVED), plan.notes
-    if plan.is_proved:
-        model = make()
-        is_equal = comparable(registered_plans()[name], model) == comparable(plan.plan, model)
-        assert is_equal == (name not in OTHERWISE)
+    plan, make = derived(name, degrees=[2, Degrees(cp=2, dp_shard=1)], conditions="plain")
+    assert plan.is_proved, plan.notes
+    model = make()
+    is_equal = comparable(registered_plans()[name], model) == comparable(plan.plan, model)
+    assert is_equal == (name not in OTHERWISE)

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING
 
 from tests import zoo
-from titanplans import PlanError, TPOptions, registered_plans
+from titanplans import PlanError, TPOptions, registered_plans, verify
 from titanplans.derive import analyse, derive, small_configs
 from titanplans.derive.analyse import fused_kernels_of, kernels_of
 from titanplans.derive.counts import Counts
@@ -18,7 +18,10 @@ from titanplans.split.decoder import find_decoder
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
-BY_HAND = ("llama", "qwen3", "gemma2", "phi3", "gpt2", "olmo2", "mixtral", "stablelm", "gpt_neox")
+BY_HAND = (
+    *("llama", "qwen3", "gemma2", "phi3", "gpt2", "olmo2", "mixtral", "stablelm", "gpt_neox"),
+    *("mpt", "bloom"),  # whose mixers get biases by head as an argument
+)
 """Types whose registered plan has to be derived style by style, without reading it."""
 
 
@@ -225,6 +228,87 @@ def test_an_argument_that_blocks_combine_with_their_hidden_states_is_sharded():
     plan = derive(partial(build, WithArgument, 64, 8, 96), other_fn=other, degrees=[2], conditions="plain")
     assert plan.is_proved, plan.notes
     assert 'plan[""] = self.stream_arguments("factor")' in plan.text
+
+
+def biases(heads, length):
+    """Return a bias for each head and key, as ALiBi has it."""
+    slopes = 2.0 ** -torch.arange(1, heads + 1, dtype=torch.float64)
+    return slopes[:, None, None] * torch.arange(length)
+
+
+class Biased(Mixer):
+    def forward(self, hidden, bias):
+        q, k, v = (
+            x.unflatten(-1, (self.count, -1)).transpose(1, 2) for x in self.inner(hidden).chunk(3, dim=-1)
+        )
+        future = torch.full((hidden.shape[1],) * 2, float("-inf"), dtype=bias.dtype).triu(1)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, bias + future)
+        return self.outer(mixed.transpose(1, 2).flatten(2))
+
+
+class BiasedBlock(Block):
+    def forward(self, hidden, bias):
+        hidden = hidden + self.mixer(self.first_norm(hidden), bias)
+        return hidden + self.mlp(self.second_norm(hidden))
+
+
+class WithBiases(Named):
+    """Mixers get a bias for each head."""
+
+    def __init__(self, width, heads, inner):
+        super().__init__(width, heads, inner)
+        self.heads = heads
+        self.layers = nn.ModuleList([BiasedBlock(width, heads, inner) for _ in range(2)])
+        for layer in self.layers:
+            layer.mixer = Biased(width, heads)
+
+    def biases(self, length):
+        return biases(self.heads, length)
+
+    def forward(self, input_ids):
+        hidden, bias = self.embed(input_ids), self.biases(input_ids.shape[1])
+        for layer in self.layers:
+            hidden = layer(hidden, bias)
+        return self.lm_head(self.norm(hidden))
+
+
+class WithBiasesOfNoFunction(WithBiases):
+    def biases(self, length):
+        return torch.arange(1, self.heads + 1, dtype=torch.float64)[:, None, None] * torch.arange(length)
+
+
+@pytest.mark.parametrize(
+    ("cls", "is_split"), [(WithBiases, True), (WithBiasesOfNoFunction, False)], ids=["function", "none"]
+)
+def test_an_argument_by_head_is_split_by_the_function_that_computes_it(cls, is_split):
+    other = partial(build, cls, 96, 4, 80)
+    plan = derive(partial(build, cls, 64, 8, 96), other_fn=other, degrees=[2], conditions="plain")
+    assert plan.is_proved, plan.notes
+    assert ('"biases": self.heads_of_result(model.heads),' in plan.text) == is_split
+    assert ("Not split: mixer." in plan.text) != is_split
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("bamba", "attn.intermediate_size // self.degree // self.heads_per_rank(attn.n_groups)"),
+        ("falcon_h1", '"norm.n_groups": self.heads_per_rank(attn.n_groups)'),
+    ],
+)
+def test_a_norm_over_groups_is_right_for_more_ranks_than_groups(name, count):
+    first, second = small_configs(load_config(name, "debug"))
+    for config in (first, second):
+        config.mamba_rms_norm = True  # only falcon_h1 has this field
+    build = partial(partial, build_real, dtype=torch.float64)
+    mixers = ["bamba", "falcon_h1", "granitemoehybrid"]  # which share a plan
+    degrees = [4, Degrees(cp=4, dp_shard=1)]
+    plan = derive(build(first), other_fn=build(second), exclude=mixers, degrees=degrees, conditions="plain")
+    assert plan.is_proved, plan.notes
+    assert count in "".join(map(str.strip, plan.text.splitlines()))
+    for plan_class, groups in ((registered_plans()[name], 2), (registered_plans()[name], 1), (plan.plan, 1)):
+        first.mamba_n_groups = groups
+        report = verify(build(first), plan_class, degrees=[2 * groups], conditions="plain")
+        assert report.passed, report.table()
 
 
 class Unsplit(nn.Module):

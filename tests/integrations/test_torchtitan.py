@@ -11,15 +11,22 @@ import sys
 
 import pytest
 import torch
+from torch import nn
 
+from tests.support import process_groups
 from tests.support.paths import ROOT
-from tests.support.refusals import refusal
+from tests.support.refusals import refusal, refusal_or_none
+from tests.support.tiny_model import Tiny, TinyPlan
+from titanplans.parallel import Degrees
+from titanplans.parallel.mesh.mesh import Mesh
+from titanplans.parallel.record import record_of
+from titanplans.plan.kept import facts_of, keep_plan
 from titanplans.training.trainer.device import no_trainer
 
 if no_trainer() is not None:
     pytest.skip(no_trainer() or "", allow_module_level=True)
 
-from torchtitan.config import ParallelismConfig
+from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.trainer import Trainer
 
 from titanplans.integrations.torchtitan import model_spec
@@ -99,3 +106,34 @@ def test_another_spmd_backend_is_refused():
     config = Trainer.Config(model_spec=spec, parallelism=ParallelismConfig(spmd_backend="spmd_types"))
     message = refusal(spec.model.update_from_config, config=config)
     assert message.endswith('the plan splits the modules; set it to "partial_dtensor"')
+
+
+TEXT = "from tests.support.tiny_model import TinyPlan\n\n\nclass KeptPlan(TinyPlan):\n    pass\n"
+
+
+class KeptPlan(TinyPlan):
+    pass
+
+
+def split_without_a_registered_plan(rank):
+    """Split Tiny, for which no plan is registered, as torchtitan's trainer calls specs; return the plans' origins."""
+    mesh, origins = Mesh(Degrees(tp=2), "cpu"), []
+    sections = {"training": TrainingConfig(), "parallelism": ParallelismConfig(tensor_parallel_degree=2)}
+    for options in ({}, {"derive": True}, {"plan": TinyPlan}, {"plan": TinyPlan, "derive": True}):
+        model = nn.Module()
+        model.lm = Tiny()
+        spec = model_spec("qwen3", "debug", vocab_size=32, **options)
+        assert spec.model.overrides == {"vocab_size": 32}
+        error = refusal_or_none(spec.parallelize_fn, model, parallel_dims=mesh, **sections)
+        origins.append(error or record_of(model.lm).plan.plan.origin)
+    return origins
+
+
+def test_a_spec_takes_a_plan_or_allows_a_kept_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    file = keep_plan(facts_of(Tiny()), KeptPlan, TEXT, "1 case at tp 2")
+    none, derived, given, both = process_groups.run(split_without_a_registered_plan, 2)
+    assert "no plan is registered for Tiny" in none
+    assert derived == f"derived KeptPlan, proved in 1 case at tp 2, kept in {file}"
+    assert given == "user's tests.support.tiny_model:TinyPlan"
+    assert both.startswith("derive = true: has no effect")

@@ -1,6 +1,8 @@
 """The sources of a plan: a user's plan in each of its forms, the registered plan, a kept plan; and what each refuses."""
 
+import os
 import re
+import time
 from functools import partial
 
 import pytest
@@ -239,6 +241,40 @@ def test_a_kept_plan_belongs_to_the_code_of_the_model_and_of_its_base_classes(tm
     file.write_text("# changed\n")
     monkeypatch.setattr("tests.support.tiny_model.__file__", str(file))
     assert kept_plan(Tiny()) is None
+
+
+DAY = 24 * 60 * 60
+
+
+@pytest.mark.parametrize(
+    ("changes", "age", "is_removed"),
+    [
+        ({"versions": {"torch": "1.0"}}, 2 * DAY, True),
+        ({"sources": {"tests.support.tiny_model": "other code"}}, 2 * DAY, True),
+        ({"versions": {"torch": "1.0"}}, DAY / 2, False),
+        ({"structure": {"blocks": [], "outside": [], "tied": []}}, 2 * DAY, False),
+        ({"model": "another.Model", "versions": {"torch": "1.0"}}, 2 * DAY, False),
+    ],
+    ids=["versions", "code", "young", "structure", "class"],
+)
+def test_a_new_plan_replaces_those_of_its_class_for_other_code(cache, changes, age, is_removed):
+    facts = facts_of(Tiny())
+    old = keep_plan(facts | changes, KeptPlan, TEXT, "1 case at tp 2")
+    lock = old.with_suffix(".lock")
+    lock.touch()
+    before = time.time() - age
+    os.utime(old, (before, before))
+    new = keep_plan(facts, KeptPlan, TEXT, "1 case at tp 2")
+    assert {*cache.iterdir()} == ({new} if is_removed else {new, old, lock})
+
+
+def test_a_changed_file_stays_when_a_new_plan_is_kept(cache):
+    facts = facts_of(Tiny())
+    old = keep_plan(facts | {"versions": {}}, KeptPlan, TEXT, "1 case at tp 2")
+    old.write_text(old.read_text().replace("pass", "mlp_in = ()"))
+    os.utime(old, (0, 0))
+    new = keep_plan(facts, KeptPlan, TEXT, "1 case at tp 2")
+    assert {*cache.iterdir()} == {new, old}
 
 
 SAME = {

@@ -3,13 +3,13 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.integrations import hub_kernels
 
+from titanplans.derive.by_head import called_functions, find_functions, split_arguments
 from titanplans.derive.counts import Counts, SlicedRegion, find_counts, find_shared_counts
 from titanplans.derive.norms import SplitNormKind, find_split_norms
 from titanplans.derive.probe import NotDerived, probe
@@ -18,8 +18,7 @@ from titanplans.errors import PlanError
 from titanplans.plan.plan import TPPlan
 from titanplans.proof.batches.sample import randomise, vocabulary_size
 from titanplans.proof.compare.forward import widened
-from titanplans.split.decoder import Block, Decoder, find_decoder
-from titanplans.split.local_code import methods
+from titanplans.split.decoder import Block, Decoder, find_decoder, join
 from titanplans.user_code import as_user_error
 
 _TOKENS = 33
@@ -76,12 +75,22 @@ class BlockSplit:
 
 @dataclass(frozen=True)
 class ModelSplit:
-    """How a model is split: its parts, the first calls of its modules, and its blocks."""
+    """How a model is split.
+
+    Attributes:
+        model: the unsplit model.
+        decoder: its parts.
+        calls: the first calls of its modules.
+        blocks: its blocks.
+        functions: the functions of its code that compute values for each head, which mixers get as arguments, by the name
+            under which it calls them, with the number of heads.
+    """
 
     model: nn.Module
     decoder: Decoder
     calls: Mapping[str, ModuleCall]
     blocks: Sequence[BlockSplit]
+    functions: Mapping[str, int]
 
     @property
     def kinds(self) -> list[RegionSplit]:
@@ -118,7 +127,24 @@ def analyse(model: nn.Module) -> ModelSplit:
                     kinds[key] = split_region(region)
                 regions[name] = kinds[key]
             blocks.append(BlockSplit(block, regions, parts.on_stream, parts.stream_arguments))
-    return ModelSplit(model, decoder, calls, blocks)
+        functions = _functions(model, decoder, blocks, ids)
+    return ModelSplit(model, decoder, calls, blocks, functions)
+
+
+def _functions(
+    model: nn.Module, decoder: Decoder, blocks: Sequence[BlockSplit], ids: torch.Tensor
+) -> dict[str, int]:
+    regions = {
+        join(block.block.name, name): kind.split
+        for block in blocks
+        for name, kind in block.regions.items()
+        if kind.split is not None and split_arguments(kind.split)
+    }
+    # Code may compute the values in another way for a batch with padding.
+    mask = torch.ones_like(ids)
+    mask[1, : _TOKENS // 4] = 0
+    runs = [lambda m: m(input_ids=ids), lambda m: m(input_ids=ids, attention_mask=mask)]
+    return find_functions(model, decoder.names, regions, runs) if regions else {}
 
 
 def _check_runs(model: nn.Module, ids: torch.Tensor) -> None:
@@ -279,17 +305,11 @@ def fused_kernels_of(module: nn.Module) -> list[str]:
 
 
 def _kernels(cls: type) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for method in methods(cls).values():
-        code = inspect.unwrap(method)
-        called = {name: code.__globals__.get(name) for name in code.__code__.co_names}
-        found |= {name: function for name, function in called.items() if _may_be_a_kernel(function)}
-    return found
+    return {name: function for name, function in called_functions(cls).items() if _may_be_a_kernel(function)}
 
 
 def _may_be_a_kernel(function: Any) -> bool:
-    is_wrapper = isinstance(function, FunctionType) and hasattr(function, "__wrapped__")
-    return is_wrapper and inspect.getmodule(function.__code__) is hub_kernels
+    return hasattr(function, "__wrapped__") and inspect.getmodule(function.__code__) is hub_kernels
 
 
 def relative(block: Block, name: str) -> str:

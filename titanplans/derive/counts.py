@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from titanplans.derive.probe import BUFFER, Findings, NotDerived, RegionLayout, float_argument_names
-from titanplans.derive.region import RecordedRegion, return_constant
+from titanplans.derive.region import return_constant
 from titanplans.derive.sections import Section, local_rows
 from titanplans.plan.plan import QUERIES_PER_GROUP
 from titanplans.split.decoder import join
@@ -22,7 +22,7 @@ from titanplans.split.local_code import set_attributes
 
 _TOLERANCE = 1e-9
 """Largest difference of the ranks' sum from the output, relative to the largest element. The sums are in float64."""
-_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, ZeroDivisionError)
+ERRORS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, ZeroDivisionError)
 """What code may raise that gets slices of its parameters, and counts that do not fit them."""
 _MOST_RUNS = 300
 """Sets of attributes that are tried, before a region counts as not derived."""
@@ -48,7 +48,7 @@ class SlicedRegion:
             counts: the attributes that are set on every rank, by dotted name.
 
         Raises:
-            One of `_ERRORS`: the region's code does not run with these counts.
+            One of `ERRORS`: the region's code does not run with these counts.
         """
         total: Any = 0
         for rank in range(ranks):
@@ -66,16 +66,15 @@ class SlicedRegion:
 
         for name, (dim, sections) in self.layout.sharded.items():
             if name in tensors:
-                _set_tensor(module, name, local(tensors[name], dim, sections))
+                set_tensor(module, name, local(tensors[name], dim, sections))
         for name, output in found.outputs.items():
             width = tensors[name].shape[output.inputs] // ranks
-            _set_tensor(module, name, tensors[name].detach().narrow(output.inputs, rank * width, width))
+            set_tensor(module, name, tensors[name].detach().narrow(output.inputs, rank * width, width))
         for name in found.summands:
-            _set_tensor(module, name, tensors[name].detach() / ranks)
+            set_tensor(module, name, tensors[name].detach() / ranks)
         for name in self.split_norms:
             output = found.calls[name].output
-            owned = (layout for key, layout in self.layout.sharded.items() if key.rpartition(".")[0] == name)
-            _, sections = next(owned, (0, [Section(output.shape[-1], self.units)]))
+            sections = self.layout.sections_of_norm(name, output.shape[-1], self.units)
             return_constant(module.get_submodule(name), local(output, output.ndim - 1, sections))
         for name in found.inner_sums:
             return_constant(module.get_submodule(name), found.calls[name].output)
@@ -92,7 +91,8 @@ class SlicedRegion:
             return region.run(module, change)
 
 
-def _set_tensor(module: nn.Module, name: str, value: torch.Tensor) -> None:
+def set_tensor(module: nn.Module, name: str, value: torch.Tensor) -> None:
+    """Replace a parameter of `module`, or a buffer, whose name has the prefix `BUFFER`."""
     owner, _, last = name.removeprefix(BUFFER).rpartition(".")
     if name.startswith(BUFFER):
         module.get_submodule(owner).register_buffer(last, value)
@@ -100,13 +100,13 @@ def _set_tensor(module: nn.Module, name: str, value: torch.Tensor) -> None:
         setattr(module.get_submodule(owner), last, nn.Parameter(value.contiguous()))
 
 
-def read_integers(region: RecordedRegion) -> dict[str, int]:
-    """Return the integer attributes above 1 that the region's code reads in a call, by dotted name.
+def read_integers(module: nn.Module, run: Callable[[nn.Module], Any]) -> dict[str, int]:
+    """Return the integer attributes above 1 that the code of a module reads while `run` calls a copy, by dotted name.
 
     Attributes of its modules and of their configs: `num_heads`, `config.num_attention_heads`, `conv.groups`.
     """
     found: dict[str, int] = {}
-    module = copy.deepcopy(region.module)
+    module = copy.deepcopy(module)
     for name, inner in module.named_modules():
         if isinstance(inner, nn.Linear):
             continue
@@ -118,7 +118,7 @@ def read_integers(region: RecordedRegion) -> dict[str, int]:
             )
         _record_reads(inner, lambda key, value, name=name: found.setdefault(join(name, key), value))
     with torch.no_grad():
-        region.run(module)
+        run(module)
     return found
 
 
@@ -176,7 +176,7 @@ def find_counts(split: SlicedRegion, ranks: int = 2) -> Counts:
     expected = region.run().detach()
     candidates = {
         name: value
-        for name, value in read_integers(region).items()
+        for name, value in read_integers(region.module, region.run).items()
         if (value in sizes and value % ranks == 0) or value in parts
     }
     reason, runs = "", 0
@@ -190,7 +190,7 @@ def find_counts(split: SlicedRegion, ranks: int = 2) -> Counts:
         runs += 1
         try:
             total = split.output_sum(ranks, chosen(names).local(ranks))
-        except _ERRORS as error:
+        except ERRORS as error:
             reason = f"{type(error).__name__}: {str(error)[:150]}"
             return False
         if total.shape != expected.shape:
@@ -238,7 +238,7 @@ def find_shared_counts(split: SlicedRegion, counts: Counts, heads: int) -> dict[
             shared = replace(counts, shared=dict.fromkeys(chosen, heads))
             try:
                 total = split.output_sum(ranks, queries | shared.local(ranks))
-            except _ERRORS:
+            except ERRORS:
                 continue
             if total.shape == expected.shape and _difference(total, expected) < _TOLERANCE:
                 return dict(shared.shared)

@@ -44,6 +44,10 @@ class Norm:
     width: int
     group: int
 
+    @property
+    def groups(self) -> int:
+        return self.width // self.group
+
 
 @dataclass(frozen=True)
 class OutputProjection:
@@ -62,6 +66,11 @@ class RegionLayout:
     """
 
     sharded: Mapping[str, tuple[int, list[Section]]]
+
+    def sections_of_norm(self, name: str, width: int, units: int) -> list[Section]:
+        """Return the sections of a norm's width: those of its parameters, or even slices if it has none."""
+        own = (sections for key, (_, sections) in self.sharded.items() if key.rpartition(".")[0] == name)
+        return next(own, [Section(width, units)])
 
 
 @dataclass

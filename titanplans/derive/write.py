@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import nn
@@ -15,7 +16,8 @@ from titanplans.derive.analyse import (
     integers,
     relative,
 )
-from titanplans.derive.probe import ARGUMENT, BUFFER
+from titanplans.derive.by_head import split_arguments
+from titanplans.derive.probe import BUFFER
 from titanplans.derive.region import float_tensors
 from titanplans.derive.sections import Section
 from titanplans.plan.plan import TPPlan
@@ -245,7 +247,7 @@ class RegionWriter:
         styles = self._styles()
         inner = [key for key, style in styles.items() if style == "self.colwise()"]
         outer = [key for key, style in styles.items() if style == "self.rowwise()"]
-        if not self.closes or len(outer) != 1 or len(inner) + 1 != len(styles) or self.derived.counts.values:
+        if not self.closes or len(outer) != 1 or len(inner) + 1 != len(styles) or self.counts() is not None:
             return []
         names = ", ".join(f'"{name}"' for name in inner)
         return [f"mlp_in = ({names}{',' if len(inner) == 1 else ''})", f'mlp_out = "{outer[0]}"']
@@ -346,11 +348,15 @@ class RegionWriter:
         if kind.gate == "before":
             arguments.append("statistic=gated")
         if kind.groups > 1:
-            other = (
-                None if self.other is None or name not in self.other.norms else self.other.norms[name].groups
-            )
-            arguments.append(f"groups={self.sizes.express(kind.groups, other)}")
+            arguments.append(f"groups={self._of_norm(name, 'groups')}")
         return f"self.split_norm({', '.join(arguments)})"
+
+    def _of_norm(self, name: str, attribute: Literal["groups", "width"]) -> str:
+        """Return an expression for the groups or the width of a norm."""
+        other = None
+        if self.other is not None and self.other.split is not None:
+            other = getattr(self.other.split.findings.norms.get(name), attribute, None)
+        return self.sizes.express(getattr(self.found.norms[name], attribute), other)
 
     def counts(self) -> str | None:
         """Return the expression that `local_attributes` or `mlp_attributes` returns; None: the code needs no counts."""
@@ -365,6 +371,17 @@ class RegionWriter:
                 items.append(f'"{name}": {heads}{f" * {self._rows(name, rows)}" if rows > 1 else ""}')
             else:
                 divided.append(name)
+        for norm, kind in self.derived.norms.items():
+            for attribute, meaning in kind.counts.items():
+                groups = f"self.heads_per_rank({self._of_norm(norm, 'groups')})"
+                if meaning == "groups":
+                    items.append(f'"{norm}.{attribute}": {groups}')
+                elif kind.groups == 1:
+                    divided.append(f"{norm}.{attribute}")
+                else:
+                    width = f"{self._of_norm(norm, 'width')} // self.degree"
+                    per_group = f" // {groups}" if meaning == "width of a group" else ""
+                    items.append(f'"{norm}.{attribute}": {width}{per_group}')
         names = "".join(f', "{name}"' for name in divided)
         terms = [f"self.divide_by_degree({module}{names})"] if divided else []
         terms += [f"{{{', '.join(items)}}}"] if items else []
@@ -450,9 +467,20 @@ def write_plan(split: ModelSplit, name: str, choices: Choices, other: ModelSplit
             fused = {id(kind): _without_kernels(kind) for kind in kinds if id(kind) in writers}
             if any(fused.values()):
                 _add(source, "local_functions", variable, _returned_by_kind(kinds, fused, variable))
-    if choices.counted_once is not None:
-        _add(source, "model_functions", "model", [f'return {{"{choices.counted_once}": self.count_once}}'])
+    _add(source, "model_functions", "model", _model_functions(split, choices, other))
     return source
+
+
+def _model_functions(split: ModelSplit, choices: Choices, other: ModelSplit | None) -> list[str]:
+    makers = {} if choices.counted_once is None else {choices.counted_once: "self.count_once"}
+    if any(has_split_arguments(kind) and kind.region.name not in choices.unsplit for kind in split.kinds):
+        sizes = Sizes(split.model, None if other is None else other.model, "model")
+        for name, heads in split.functions.items():
+            count = sizes.express(heads, None if other is None else other.functions.get(name))
+            makers[name] = f"self.heads_of_result({count})"
+    if not makers:
+        return []
+    return ["return {", *(f'    "{name}": {maker},' for name, maker in makers.items()), "}"]
 
 
 def _identity(kind: RegionSplit) -> tuple[str, type]:
@@ -663,4 +691,4 @@ def _test(variable: str, name: str, others: Iterable[nn.Module]) -> str:
 
 def has_split_arguments(kind: RegionSplit) -> bool:
     """Return whether units of the region use different parts of an argument, such as a bias by head."""
-    return kind.split is not None and any(name.startswith(ARGUMENT) for name in kind.split.layout.sharded)
+    return kind.split is not None and bool(split_arguments(kind.split))

@@ -8,6 +8,7 @@ torchrun ... -m torchtitan.train --module my_package --config gla_340m
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 
 from titanplans import modeling
 from titanplans.parallel import ParallelError, parallelize
+from titanplans.plan.custom import PlanSource
 from titanplans.split.stages.trace import logits_of, without_cache
 
 
@@ -66,25 +68,28 @@ class LanguageModelOfPlan(BaseModel):
         """Do nothing: modules of transformers do not follow torchtitan's protocol, and plans do not need it."""
 
 
-def _parallelize(model: LanguageModelOfPlan, **sections: Any) -> nn.Module:
-    parallelize(model.lm, **sections)
+def _parallelize(model: LanguageModelOfPlan, *, plan: PlanSource, derive: bool, **sections: Any) -> nn.Module:
+    parallelize(model.lm, plan=plan, derive=derive, **sections)
     return model
 
 
-def model_spec(name: str, flavor: str, **overrides: Any) -> ModelSpec:
-    """Return torchtitan's description of a named model, whose `parallelize_fn` applies the registered plan.
+def model_spec(
+    name: str, flavor: str, *, plan: PlanSource = None, derive: bool = False, **overrides: Any
+) -> ModelSpec:
+    """Return torchtitan's description of a named model, whose `parallelize_fn` applies the model's plan.
 
     The documents of a sequence see each other, since the loader's positions are not used.
 
     Args:
         name, flavor: a name and a flavor in `titanplans.modeling.available`.
+        plan, derive: arguments of `parallelize`. By default the plan that is registered for the model.
         overrides: fields of the model's config, such as `vocab_size`.
     """
     return ModelSpec(
         name=name,
         flavor=flavor,
         model=LanguageModelOfPlan.Config(name=name, flavor=flavor, overrides=overrides),
-        parallelize_fn=_parallelize,
+        parallelize_fn=partial(_parallelize, plan=plan, derive=derive),
         pipelining_fn=None,
         post_optimizer_build_fn=None,
         state_dict_adapter=None,

@@ -5,12 +5,15 @@ structure, its code and the versions of libraries. The class of the plan follows
 are equal to the model's.
 """
 
+import contextlib
+import glob
 import hashlib
 import json
 import os
 import platform
 import re
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -37,6 +40,8 @@ from titanplans.user_code import as_user_error
 from titanplans.versions import library_versions
 
 _FIRST_LINE = "# Written by titanplans derive --keep. A file that was changed is not used.\n"
+_SECONDS_KEPT = 24 * 60 * 60
+"""How long a plan for other code or other versions stays at least: another environment may be starting a job with it."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +85,11 @@ def facts_of(model: nn.Module) -> dict[str, Any]:
 
 def file_for(facts: Mapping[str, Any]) -> Path:
     """Return the file of the plan that is kept for these facts, whether it exists or not."""
-    name = re.sub(r"\W", "_", str(facts["model_type"]))
-    return kept_folder() / f"{name}-{_checksum(json.dumps(facts, sort_keys=True))[:16]}.py"
+    return kept_folder() / f"{_prefix(facts)}{_checksum(json.dumps(facts, sort_keys=True))[:16]}.py"
+
+
+def _prefix(facts: Mapping[str, Any]) -> str:
+    return re.sub(r"\W", "_", str(facts["model_type"])) + "-"
 
 
 def kept_plan(model: nn.Module) -> KeptPlan | None:
@@ -110,6 +118,8 @@ def kept_plan(model: nn.Module) -> KeptPlan | None:
 def keep_plan(facts: Mapping[str, Any], plan: type[TPPlan], text: str, proof: str) -> Path:
     """Write a proved plan, and return its file. Two processes may write the same file at the same time.
 
+    Plans of the same model class for other code or other versions are removed, unless they are younger than a day.
+
     Args:
         facts: the result of `facts_of` for the model of the plan.
         plan: the class.
@@ -126,7 +136,28 @@ def keep_plan(facts: Mapping[str, Any], plan: type[TPPlan], text: str, proof: st
     temporary = file.with_name(f"{file.stem}.{platform.node()}.{os.getpid()}")
     write_atomically(temporary, f"{_FIRST_LINE}# {json.dumps(header)}\n{text}")
     temporary.replace(file)
+    _remove_outdated(facts)
     return file
+
+
+def _remove_outdated(facts: Mapping[str, Any]) -> None:
+    """Remove the plans of the same model class whose facts no model can have with the code and versions of `facts`."""
+    for file in kept_folder().glob(f"{glob.escape(_prefix(facts))}*.py"):
+        # A file that can't be read, or that was changed, stays: its owner decides. Another process may remove it, too.
+        with contextlib.suppress(OSError, PlanError):
+            other = _header(file.read_text(encoding="utf-8"), file)["facts"]
+            is_young = time.time() - file.stat().st_mtime < _SECONDS_KEPT
+            if other["model"] == facts["model"] and not is_young and _is_outdated(other, facts):
+                file.unlink()
+                file.with_suffix(".lock").unlink(missing_ok=True)
+
+
+def _is_outdated(other: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
+    # Models of one class may differ in their structure and config, and so in the modules that define their classes.
+    shared = other["sources"].keys() & facts["sources"].keys()
+    return other["versions"] != facts["versions"] or any(
+        other["sources"][name] != facts["sources"][name] for name in shared
+    )
 
 
 def not_kept(model: nn.Module) -> PlanError:

@@ -7,7 +7,7 @@ them against the module's code. Start at `set_attributes` and `set_functions`.
 import copy
 import inspect
 from collections.abc import Callable, Mapping
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from types import CellType, CodeType, FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -198,17 +198,21 @@ def heads_of_result(heads: int) -> FunctionMaker:
         heads: the number of heads of the unsplit model.
     """
 
-    def make(function: Callable[..., torch.Tensor], ranks: HeadRanks) -> Callable[..., torch.Tensor]:
-        local = heads // ranks.degree
+    # A partial, so that two makers with the same number of heads look the same.
+    return partial(_heads_of_result, heads=heads)
 
-        @wraps(function)
-        def computed(*args: Any, **kwargs: Any) -> torch.Tensor:
-            by_head = function(*args, **kwargs).unflatten(0, (-1, heads))
-            return by_head.narrow(1, local * ranks.rank, local).flatten(0, 1)
 
-        return computed
+def _heads_of_result(
+    function: Callable[..., torch.Tensor], ranks: HeadRanks, heads: int
+) -> Callable[..., torch.Tensor]:
+    local = heads // ranks.degree
 
-    return make
+    @wraps(function)
+    def computed(*args: Any, **kwargs: Any) -> torch.Tensor:
+        by_head = function(*args, **kwargs).unflatten(0, (-1, heads))
+        return by_head.narrow(1, local * ranks.rank, local).flatten(0, 1)
+
+    return computed
 
 
 def without_kernel(function: Callable[..., Any], ranks: HeadRanks) -> Callable[..., None]:

@@ -1,23 +1,27 @@
 """`load_weights`: load a Hugging Face folder into a split model; each rank reads only the slices that it holds.
 
 Names, shapes and dtypes are compared with the model before a value is read. Ranks communicate only if a folder has several
-copies of tied weights.
+copies of tied weights, or if it is a repository of the Hugging Face Hub.
 """
 
 import logging
 import os
 import time
+from pathlib import Path
 from typing import NamedTuple, cast
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from titanplans.errors import ModelError
+from titanplans.hub import Repository, local_folder, repository_of
 from titanplans.modeling.build import build
 from titanplans.modeling.initialize import Writer, initialize, named_tensors, tie
 from titanplans.precision import nf4
 from titanplans.precision.kept_dtypes import keeps_float32
+from titanplans.split.objects import broadcast_object
 from titanplans.text import some
+from titanplans.weights.atomic import on_first_rank
 from titanplans.weights.compare import check_tied_copies, describe_kinds, unify_tied
 from titanplans.weights.folder import Folder, open_folder
 from titanplans.weights.lazy import LazyTensor
@@ -78,7 +82,9 @@ def load_weights(
 
     Args:
         model: a split or unsplit model that `titanplans.modeling.build` has built.
-        folder: a folder with safetensors that have transformers' names: one file, or an index and several files.
+        folder: a folder with safetensors that have transformers' names: one file, or an index and several files. Or a
+            repository of the Hugging Face Hub, "owner/name[@revision]", if there is no such folder: files that the cache
+            of huggingface_hub lacks are downloaded, once on each machine.
         strict: raise an error if the folder lacks a tensor of the model, or has an unexpected tensor. Layers of
             multi-token prediction, and tensors that the model's class ignores, are allowed. If False, missing tensors keep
             their values.
@@ -90,10 +96,12 @@ def load_weights(
     Raises:
         ModelError: the folder is damaged, or holds another model; a tensor is on meta, or has 16 bits although the model's
             class keeps it in float32; or tied weights have different values.
+        ModelError, ConfigError: the repository can't be downloaded; see `titanplans.hub.download`.
     """
     start = time.perf_counter()
     targets = named_tensors(model)
-    opened = open_folder(folder)
+    repository = repository_of(str(folder))
+    opened = open_folder(folder if repository is None else _downloaded(repository))
     match = match_folder(model, opened, strict=strict)
     _check_float32(model, {name: targets[name].dtype for name in match.tensors.keys() & targets.keys()})
     check_tied_copies(match.tied_copies, match.tensors, match.tied, opened.path)
@@ -119,6 +127,21 @@ def load_weights(
         f"{'; ' * bool(not_loaded)}{not_loaded}"
     )
     return loaded
+
+
+def _downloaded(repository: Repository) -> str:
+    """Return the folder of the cache with a repository's weights, which are of the same commit on all ranks. Collective."""
+    what, commit = f"load_weights({str(repository)!r})", ""
+
+    def find_commit() -> None:
+        nonlocal commit
+        commit = Path(local_folder(str(repository), what)).name
+
+    on_first_rank(find_commit, Path(str(repository)))
+    pinned = repository._replace(revision=broadcast_object(commit))
+    # All ranks of a machine may call this at the same time: huggingface_hub locks each file while it is downloaded. They do
+    # not wait in a collective, which would time out before a large model is there.
+    return local_folder(str(pinned), what, weights=True)
 
 
 def match_folder(model: PreTrainedModel, folder: Folder, *, strict: bool = True) -> Match:

@@ -17,6 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from titanplans.disk import sync
 from titanplans.errors import ModelError
+from titanplans.hub import repository_of
 from titanplans.modeling.build import build
 from titanplans.precision.kept_dtypes import keeps_float32
 from titanplans.weights.atomic import on_first_rank, written_atomically
@@ -45,16 +46,22 @@ def save_weights(
 
     Args:
         model: a model of transformers or FLA, built by `titanplans.modeling.build` or by the library.
-        folder: the folder to write, which must not exist or must be empty.
+        folder: the folder to write, which must not exist or must be empty. "owner/name" is a local path here.
         dtype: dtype of the floating-point tensors, except those that the model keeps in float32; None: unchanged.
         max_shard_size: largest size of a file, in bytes or in the form "500MB"; a larger tensor gets a separate file.
         tokenizer: a folder whose tokenizer files are copied; None: none are copied.
         config: the config to write; None: the model's, with use_cache = True.
 
     Raises:
-        ModelError: the folder exists, or the model has tensors that its class does not have.
+        ModelError: the folder exists or is "owner/name@revision", or the model has tensors that its class does not have.
         NotSaved: the disk is full, or refuses to write. Written files are removed.
     """
+    repository = repository_of(str(folder))
+    if repository is not None and repository.revision is not None:
+        raise ModelError(
+            f"save_weights(model, {str(folder)!r}): this is a revision of a repository of the Hub, but only local folders "
+            f"are written; name a folder, such as './{folder}', and push it with hf upload {repository.name} FOLDER"
+        )
     config = _config_with_cache(model) if config is None else config
     target = Path(folder)
     tensors = full_tensors([model])
