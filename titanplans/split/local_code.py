@@ -51,7 +51,7 @@ class HeadRanks(NamedTuple):
         return tree_map(lambda x: border.stream.all_tokens(x) if isinstance(x, torch.Tensor) else x, value)
 
     def sum(self, partial: torch.Tensor) -> torch.Tensor:
-        """Sum the ranks' partial tensors; later work in the region is split over the ranks."""
+        """Sum the ranks' partial tensors; the ranks then split the work on the sum (`sum_in_region`)."""
         return sum_in_region(partial, self.group)
 
     def root_ratio(self, x: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -191,8 +191,8 @@ def count_once(function: Callable[..., Any], ranks: HeadRanks) -> Callable[..., 
 def heads_of_result(heads: int) -> FunctionMaker:
     """Return a maker of local functions whose result has only this rank's heads.
 
-    For values [heads, ...] or [batch x heads, ...] that a model computes by a head's index and passes to its mixers, such as
-    ALiBi's biases.
+    For values [heads, ...] or [batch x heads, ...] that a model computes for each head from the head's index and passes to
+    its mixers, such as ALiBi's biases.
 
     Args:
         heads: the number of heads of the unsplit model.
