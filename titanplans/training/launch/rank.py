@@ -1,4 +1,4 @@
-"""`run_rank`: train a job, or evaluate a checkpoint, as one rank: of our launcher, of torchrun, or as the only process."""
+"""`run_rank`: train a job, or evaluate a checkpoint, as one rank, started by our launcher or torchrun, or the only one."""
 
 import gc
 import math
