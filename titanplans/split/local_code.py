@@ -170,7 +170,7 @@ def _rebind(function: FunctionType, name: str, local: Any, ranks: HeadRanks) -> 
 def count_once(function: Callable[..., Any], ranks: HeadRanks) -> Callable[..., Any]:
     """Wrap `function`, which computes the same value on all TP ranks: divide its gradient by the number of these ranks.
 
-    For an additional loss, such as the load balancing of a router inside a region, whose gradient the TP ranks sum.
+    For an additional loss whose gradient the TP ranks sum, such as the load-balancing loss of a router inside a region.
     Each CP rank's loss is partial, so the value is also divided by the number of CP ranks.
     """
 
