@@ -29,7 +29,7 @@ Refusal = Callable[[list[Bypassed]], UserError]
 
 
 def unfuse(model: nn.Module, names: Collection[str]) -> tuple[str, ...]:
-    """Make each MLP of flash-linear-attention whose `down_proj` is in `names` call it, instead of a fused kernel that
+    """Make MLPs of flash-linear-attention whose `down_proj` is in `names` call this module, instead of a fused kernel that
     uses its weight.
 
     Returns:

@@ -50,12 +50,12 @@ __all__ = [
 
 
 def gather(x: torch.Tensor, dim: int, length: int, group: Group) -> torch.Tensor:
-    """Concatenate the ranks' shards `x` along `dim` to `length`. The ranks then split the work: the gradient is partial."""
+    """Concatenate the ranks' shards `x` along `dim` to `length`, for work that the ranks split; the gradient is partial."""
     return _Gather.apply(x, dim, length, group) if _has_gradient(x) else all_gather(x, dim, length, group)
 
 
 def gather_replicated(x: torch.Tensor, dim: int, length: int, rank: int, group: Group) -> torch.Tensor:
-    """Concatenate the ranks' shards `x` along `dim` to `length`. All ranks then do the same work: the gradient is equal."""
+    """Concatenate the ranks' shards `x` along `dim` to `length`, for work that is the same on every rank."""
     return (
         _GatherReplicated.apply(x, dim, length, rank, group)
         if _has_gradient(x)
@@ -74,17 +74,17 @@ def take_shard(x: torch.Tensor, dim: int, rank: int, group: Group) -> torch.Tens
 
 
 def sum_ranks(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Sum `x` over the ranks. All ranks then do the same work on the sum, and have equal gradients."""
+    """Sum `x` over the ranks, for work that is the same on every rank."""
     return _Sum.apply(x, group) if _has_gradient(x) else all_reduce(x, group)
 
 
 def sum_gradients(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return the replicated `x`. The ranks then split the work on it; the backward sums their partial gradients."""
+    """Return the replicated `x`, for work that the ranks split; the backward sums their partial gradients."""
     return _SumGradients.apply(x, group) if _has_gradient(x) else x
 
 
 def sum_in_region(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Sum `x` over the ranks. The ranks then split the work on the sum; the backward sums their partial gradients."""
+    """Sum `x` over the ranks, for work that the ranks split; the backward sums their partial gradients."""
     return sum_gradients(sum_ranks(x, group), group)
 
 

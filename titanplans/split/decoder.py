@@ -98,7 +98,7 @@ def find_decoder(model: nn.Module, *, required: bool = True) -> Decoder:
         required: refuse a model without blocks. If False, its decoder is empty: `blocks` is ().
 
     Raises:
-        PlanError: `model` has no ModuleList of blocks with a usual name, and it has no outermost ModuleList or several.
+        PlanError: `model` has no ModuleList of blocks with a usual name, and has no outermost ModuleList, or several.
     """
     blocks = _block_names(model)
     if not blocks:

@@ -51,7 +51,7 @@ class HeadRanks(NamedTuple):
         return tree_map(lambda x: border.stream.all_tokens(x) if isinstance(x, torch.Tensor) else x, value)
 
     def sum(self, partial: torch.Tensor) -> torch.Tensor:
-        """Sum the ranks' partial tensors; the ranks then split the work on the sum (`sum_in_region`)."""
+        """Sum the ranks' partial tensors, for later work in the region, which the ranks split."""
         return sum_in_region(partial, self.group)
 
     def root_ratio(self, x: torch.Tensor, epsilon: float) -> torch.Tensor:

@@ -52,7 +52,7 @@ class ParameterMesh(NamedTuple):
 
 
 class MixerSlice(NamedTuple):
-    """A slice of the local tensor: each context-parallel rank of a TP rank stores all of it, and uses a slice in a mixer."""
+    """The rows of a local tensor that a CP rank uses in a mixer; it stores all rows of its TP rank."""
 
     dim: int
     ranges: tuple[tuple[int, int], ...]

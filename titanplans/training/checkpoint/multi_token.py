@@ -1,8 +1,7 @@
 """Layers of multi-token prediction: a checkpoint keeps them in a safetensors file, since transformers' classes lack them.
 
 These layers are neither loaded into a model nor trained. A job copies them from the folder or checkpoint that its weights
-were loaded from into each of its checkpoints. An export copies them into the exported folder, where they have their names
-of Hugging Face folders.
+were loaded from into each of its checkpoints. An export copies them into the exported folder, under the same names.
 """
 
 import math

@@ -1,4 +1,7 @@
-"""`run_rank`: train a job, or evaluate a checkpoint, as one rank, started by our launcher or torchrun, or the only one."""
+"""`run_rank`: train a job, or evaluate a checkpoint, as one rank.
+
+Our launcher or torchrun has started this rank, or it is the only process of the job.
+"""
 
 import gc
 import math
