@@ -110,7 +110,7 @@ MISUSED = {
     ),
     "a sum for a parameter": (
         Experts, changed(ExpertsPlan, mlp=lambda plan: {"down_proj": plan.rowwise(dim=2)}),
-        "a parameter sums nothing: rowwise(reduce_output=False)",
+        "a single parameter has no output to reduce: use rowwise(reduce_output=False)",
     ),
     "a sum inside for numbers": (
         StateSpace, changed(StateSpacePlan, lambda plan: {"D": plan.rowwise_in_region()}),

@@ -199,8 +199,8 @@ def choose_way(
     *,
     sum_over_cp: bool,
 ) -> Way:
-    """Return how to split a model by a checked plan: by weights; also by tokens if there is a CP mesh, and by
-    `experts`."""
+    """Return how to split a model by a checked plan: by weights, also by tokens if there is a CP mesh, and also by experts
+    if `experts` is a mesh of several ranks."""
     way: Way
     if meshes.cp is not None:
         way = ByTokens(checked.plan, meshes, sum_over_cp=sum_over_cp)
@@ -284,8 +284,8 @@ def _split_entry(entry: Entry, way: Way, crossing: Crossing | None) -> None:
         if by_weights and is_float8(module):
             from titanplans.precision.float8.linear import split_linear  # imports torchao
 
-            # This precedes the distribution of the parameters: the subclass that makes a packed weight local wraps this
-            # forward.
+            # Before the parameters are distributed: for a packed weight, `localize` makes a subclass that wraps the forward,
+            # and it has to wrap the float8 forward.
             split_linear(module, entry.style, way.ranks)
         in_float8 = [] if crossing is None else [side for side, why in crossing.items() if why is None]
         if by_weights and in_float8:

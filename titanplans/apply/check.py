@@ -26,7 +26,7 @@ from titanplans.split.local_code import Functions
 
 @dataclass(frozen=True)
 class Checked:
-    """A resolved plan that fits its model, and the facts about both that its application needs."""
+    """A resolved plan that fits its model, and the facts about plan and model that `split` needs."""
 
     plan: ResolvedPlan
     crossings: dict[str, Crossing]

@@ -1,4 +1,4 @@
-"""The ways to split a model by a plan: by weights, by tokens on top, by experts.
+"""The ways to split a model by a plan: by weights; by tokens, together with weights or alone; by experts.
 
     by weights    tp ranks: each has a shard of heads, widths and vocabulary, and all tokens inside a region
     by tokens     cp ranks: each has its tokens; inside a mixer, all tokens for a shard of its TP rank's heads
@@ -73,14 +73,15 @@ class ByWeights:
 
 
 class ByTokens:
-    """Split over the context-parallel ranks, on top of the tensor-parallel ranks.
+    """Split over the context-parallel ranks and, if there are any, the tensor-parallel ranks.
 
-    A mixer's heads, rows, split norms and sums are split over all tp x cp ranks, ordered by TP rank and then by CP rank, so
-    that the heads of a CP rank are a subset of its TP rank's heads.
+    The heads of a mixer are split over all tp x cp ranks, and its norms over a split width and its sums communicate over all
+    of them. The slices of heads are ordered by TP rank and then by CP rank, so that the heads of a CP rank are a subset of
+    its TP rank's heads.
 
     Args:
         plan: resolved.
-        meshes: includes the tensor-parallel and the context-parallel mesh.
+        meshes: includes the context-parallel mesh and, if there is one, the tensor-parallel mesh.
         sum_over_cp: True: parameters become DTensors with gradients that are partial over "cp", and `align_gradients` sums
             them. False: FSDP2 or DDP sums the gradients, over a data-parallel mesh that includes the CP ranks.
     """

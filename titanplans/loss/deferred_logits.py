@@ -2,8 +2,8 @@
 
 The tensor has the logits' shape, but not their values. It carries the loss to `cross_entropy`, and the gradient back to
 the head, through the hooks of FSDP2 and DDP on the outputs of modules. The head has already applied the operators that the
-model's code applies to its logits after the head (a soft cap, a scale); `check` compares the two. All other uses of the
-logits are refused.
+model's code applies to its logits after the head (a soft cap, a scale); `check` compares them with the operators that this
+code then calls. All other uses of the logits are refused.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,8 @@ from titanplans.torch_private.autograd import version
 from titanplans.torch_private.dispatch import unset_fake_temporarily, without_torch_function
 
 PROBE = torch.linspace(-100, 100, 41, dtype=torch.float64)
-"""Logits for which the function that the model's code applies after the head is compared with the one the head applied."""
+"""Sample logits, on which `check` compares the function that the model's code applies after the head with the function
+that the head has applied."""
 
 _ELEMENTWISE = frozenset(
     (
@@ -85,7 +86,7 @@ class Computed(NamedTuple):
     has_gradients: bool
     """The head has computed gradients."""
     probe: torch.Tensor = PROBE
-    """`PROBE` after the operators that the model's code has since applied to the logits."""
+    """`PROBE`, to which the same operators were applied as the model's code has applied to these logits after the head."""
 
 
 class DeferredLogits(torch.Tensor):
@@ -126,7 +127,7 @@ class DeferredLogits(torch.Tensor):
         return self._collect()
 
     def check(self) -> None:
-        """Check that the model's code after the head changes the logits in the same way as the head did in its place.
+        """Check that the model's code after the head changes the logits in the same way as the head has already done.
 
         Raises:
             NotFused: the model's code changes the logits differently.

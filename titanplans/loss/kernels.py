@@ -18,7 +18,9 @@ COLUMNS = 4096
 
 
 @triton.jit
-def _statistics(logits, at, log_sums, own, sums, width, stride, COLUMNS: tl.constexpr, SUM: tl.constexpr):
+def _statistics(
+    logits, at, log_sums, label_logits, sums, width, stride, COLUMNS: tl.constexpr, SUM: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     wide = log_sums.dtype.element_ty
@@ -37,19 +39,19 @@ def _statistics(logits, at, log_sums, own, sums, width, stride, COLUMNS: tl.cons
             plain += tl.sum(tl.where(columns < width, x, 0.0), 0)
     tl.store(log_sums + row, largest + tl.log(total))
     label = tl.load(at + row)
-    tl.store(own + row, tl.load(logits + label, mask=label >= 0, other=0.0).to(wide))
+    tl.store(label_logits + row, tl.load(logits + label, mask=label >= 0, other=0.0).to(wide))
     if SUM:
         tl.store(sums + row, plain)
 
 
 @triton.jit
-def _gradient(logits, at, log_sums, scales, owns, shifts, width, stride, COLUMNS: tl.constexpr):
+def _gradient(logits, at, log_sums, scales, at_labels, shifts, width, stride, COLUMNS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     x = tl.load(logits + columns, mask=columns < width, other=0.0).to(log_sums.dtype.element_ty)
     gradient = tl.exp(x - tl.load(log_sums + row)) * tl.load(scales + row) - tl.load(shifts + row)
-    gradient -= tl.where(columns == tl.load(at + row), tl.load(owns + row), 0.0)
+    gradient -= tl.where(columns == tl.load(at + row), tl.load(at_labels + row), 0.0)
     tl.store(logits + columns, gradient.to(logits.dtype.element_ty), mask=columns < width)
 
 

@@ -30,7 +30,7 @@ class Objective(NamedTuple):
     """Weight of the squared logsumexp of the logits (PaLM, arXiv 2204.02311, uses 1e-4)."""
 
     def checked(self) -> "Objective":
-        """Return itself, or raise ParallelError if a value is out of range."""
+        """Return this objective, or raise ParallelError if a value is out of range."""
         if not 0 <= self.label_smoothing < 1:
             raise ParallelError(f"label_smoothing = {self.label_smoothing}: use a number from 0 to below 1")
         if not 0 <= self.z_loss < float("inf"):

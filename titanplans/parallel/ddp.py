@@ -86,7 +86,7 @@ def accumulate(model: nn.Module, *, last: bool, defer: bool = True) -> Iterator[
         defer: True: sum gradients only in the last micro batch's backward. False: sum them in every backward.
 
     Raises:
-        ParallelError: `model` is not replicated by DDP, or with a static graph, which can't defer.
+        ParallelError: `model` is not replicated by DDP, or it has a static graph, with which gradients can't be deferred.
     """
     if not isinstance(model, DDP):
         raise ParallelError(f"{class_name(model)} is not replicated by DDP: call apply_ddp first")

@@ -221,7 +221,7 @@ def _prepare(
 ) -> Checked | None:
     """Convert to float8, add adapters and freeze; then check the plan against `model`. None if all degrees are 1."""
     record, splits = record_of(model), degrees != Degrees()
-    # A kept plan is found by the structure of the model, before its modules are converted.
+    # A kept plan (`titanplans derive --keep`) is found by the structure of the model, so before its modules are converted.
     plan = find_plan(config.plan, model, derive=config.derive) if splits else config.plan
     record.float8, record.adapters, frozen = prepare(
         model,

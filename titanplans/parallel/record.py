@@ -41,5 +41,5 @@ class ParallelRecord:
 
 
 def record_of(model: nn.Module) -> ParallelRecord:
-    """Return the record of `model`, and create an empty one before `parallelize`."""
+    """Return the record of `model`; if it has none yet, create an empty one."""
     return model.__dict__.setdefault(_NAME, ParallelRecord())

@@ -29,8 +29,8 @@ Refusal = Callable[[list[Bypassed]], UserError]
 
 
 def unfuse(model: nn.Module, names: Collection[str]) -> tuple[str, ...]:
-    """Let MLPs of flash-linear-attention call their `down_proj` if it is in `names`, not a fused kernel that uses its
-    weight.
+    """Make MLPs of flash-linear-attention whose `down_proj` is in `names` call this module, instead of a fused kernel that
+    uses its weight.
 
     Returns:
         The names of these MLPs.

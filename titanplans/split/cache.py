@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 # transformers 5.24 uses `cache` everywhere; earlier releases use `past_key_values`, and `cache_params` in Mamba. FLA
-# 0.6 and users' code may have the old names with either release.
+# 0.6 and users' code may use the old names with any release of transformers.
 CACHES = ("cache", "past_key_values", "cache_params")
 
 

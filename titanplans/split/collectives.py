@@ -50,12 +50,12 @@ __all__ = [
 
 
 def gather(x: torch.Tensor, dim: int, length: int, group: Group) -> torch.Tensor:
-    """Concatenate the ranks' shards `x` along `dim` to `length`. Later work is split: the gradient is partial."""
+    """Concatenate the ranks' shards `x` along `dim` to `length`, for work that the ranks split; the gradient is partial."""
     return _Gather.apply(x, dim, length, group) if _has_gradient(x) else all_gather(x, dim, length, group)
 
 
 def gather_replicated(x: torch.Tensor, dim: int, length: int, rank: int, group: Group) -> torch.Tensor:
-    """Concatenate the ranks' shards `x` along `dim` to `length`. Later work is replicated, and so is the gradient."""
+    """Concatenate the ranks' shards `x` along `dim` to `length`, for work that is the same on every rank."""
     return (
         _GatherReplicated.apply(x, dim, length, rank, group)
         if _has_gradient(x)
@@ -74,17 +74,17 @@ def take_shard(x: torch.Tensor, dim: int, rank: int, group: Group) -> torch.Tens
 
 
 def sum_ranks(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Sum `x` over the ranks. Later work is replicated."""
+    """Sum `x` over the ranks, for work that is the same on every rank."""
     return _Sum.apply(x, group) if _has_gradient(x) else all_reduce(x, group)
 
 
 def sum_gradients(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return the replicated `x`. Later work is split over the ranks, so the gradient is partial, and is summed."""
+    """Return the replicated `x`, for work that the ranks split; the backward sums their partial gradients."""
     return _SumGradients.apply(x, group) if _has_gradient(x) else x
 
 
 def sum_in_region(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Sum `x` over the ranks. Later work is split over them, so the gradient of the sum is partial, and is summed."""
+    """Sum `x` over the ranks, for work that the ranks split; the backward sums their partial gradients."""
     return sum_gradients(sum_ranks(x, group), group)
 
 

@@ -1,6 +1,7 @@
 """Which modules of a model torchao has converted to float8, and with which recipe.
 
-`titanplans.precision.float8` converts them before a plan is applied; its `checks` refuses plans and chooses borders.
+`titanplans.precision.float8` converts them before a plan is applied. Its module `checks` refuses plans that can't split
+them, and decides which tensors cross the border in float8 (`Crossing`).
 """
 
 from collections.abc import Mapping

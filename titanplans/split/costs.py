@@ -29,8 +29,8 @@ class Call(NamedTuple):
     """The sequence dimension, if the input is sharded along it; None if the input is full."""
     degree: int
     exchanged_rows: int = 0
-    """Number of rows that an all-to-all at this product's input or output exchanges, over all ranks; 0: no
-    all-to-all."""
+    """Number of rows of the weight that an all-to-all exchanges at this projection's input or output, over all ranks; 0:
+    there is no all-to-all."""
 
     @property
     def tokens(self) -> int:
@@ -68,5 +68,5 @@ def cost_of_gather(elements: int) -> ExpectedCollective:
 
 
 def exchanged_elements(call: Call) -> int:
-    """Return the number of elements of the all-to-all of tokens for heads at the input or output of a product."""
+    """Return the number of elements in a projection's all-to-all, which exchanges tokens for heads or the reverse."""
     return call.tokens * call.exchanged_rows

@@ -34,8 +34,8 @@ class AbsentModule(nn.Module):
 class Block:
     """One block of a decoder: token mixers, MLPs and norms. Names are fully qualified.
 
-    Most blocks have one mixer and one MLP. Falcon-H1 has attention next to Mamba 2, and mixtures may have an MLP of shared
-    experts next to the mixture.
+    Most blocks have one mixer and one MLP. Falcon-H1 has attention next to Mamba 2. A block with a mixture of experts may
+    also have an MLP of shared experts.
     """
 
     name: str
@@ -98,7 +98,7 @@ def find_decoder(model: nn.Module, *, required: bool = True) -> Decoder:
         required: refuse a model without blocks. If False, its decoder is empty: `blocks` is ().
 
     Raises:
-        PlanError: `model` has no ModuleList of blocks with a usual name, and not exactly one outermost ModuleList.
+        PlanError: `model` has no ModuleList of blocks with a usual name, and has no outermost ModuleList, or several.
     """
     blocks = _block_names(model)
     if not blocks:
@@ -224,9 +224,9 @@ def without_wrappers(path: str) -> str:
 
 
 def expand_keys(keys: Iterable[str], model: nn.Module) -> dict[str, str]:
-    """Map each name in `model` that a key of a plan matches to that key.
+    """For each name in `model` that matches a plan key, map the name to this key.
 
-    In a key, `*` stands for one component of a module's name, or of a parameter's if no module matches. A key that
+    In a key, `*` stands for one component of a module's name, or of a parameter's name if no module matches. A key that
     matches nothing maps to itself; `check_keys` refuses it.
 
     Raises:

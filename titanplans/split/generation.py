@@ -57,7 +57,8 @@ def _generating(cls: type[nn.Module]) -> type[nn.Module]:
 def _generator_of_first_rank(mesh: DeviceMesh) -> Iterator[None]:
     """Let torch's default generator draw the first rank's numbers on every rank of the 1-D `mesh`.
 
-    On exit, a rank whose generator had another state before gets that state back; the other ranks' generators continue.
+    On exit, each rank whose generator was in another state than the first rank's gets its earlier state back. On all other
+    ranks the generator stays where the draws have left it.
     """
     device = torch.device(mesh.device_type)
     generator = torch.cuda if device.type == "cuda" else torch

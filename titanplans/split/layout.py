@@ -92,10 +92,10 @@ class Rows(NamedTuple):
 class Layout(NamedTuple):
     """The layout of one parameter, and of its gradient, on a 1-D mesh.
 
-    If each rank uses one even shard, the placement is `Shard`. For a packed parameter (queries, keys and values in one
-    weight), or one with fewer heads than ranks, a rank uses other rows. Such a parameter is stored with a placement that
-    DTensor can express, so that `full_tensor`, FSDP2, optimizers and checkpoints see its values in the order of the unsplit
-    model. A rank selects its `rows` when its code reads the parameter:
+    If each rank uses one even shard, the placement is `Shard`. Of a packed parameter (queries, keys and values in one
+    weight), or of a parameter with fewer heads than ranks, a rank uses rows that are no such shard. These parameters are
+    stored with a placement that DTensor can express, so that `full_tensor`, FSDP2, optimizers and checkpoints see their
+    values in the order of the unsplit model. A rank selects its `rows` when its code reads the parameter:
 
         placement                 a rank's rows come     gradient
         Replicate                 from its replica       Partial

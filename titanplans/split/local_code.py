@@ -51,7 +51,7 @@ class HeadRanks(NamedTuple):
         return tree_map(lambda x: border.stream.all_tokens(x) if isinstance(x, torch.Tensor) else x, value)
 
     def sum(self, partial: torch.Tensor) -> torch.Tensor:
-        """Sum the ranks' partial tensors; later work in the region is split over the ranks."""
+        """Sum the ranks' partial tensors, for later work in the region, which the ranks split."""
         return sum_in_region(partial, self.group)
 
     def root_ratio(self, x: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -170,7 +170,7 @@ def _rebind(function: FunctionType, name: str, local: Any, ranks: HeadRanks) -> 
 def count_once(function: Callable[..., Any], ranks: HeadRanks) -> Callable[..., Any]:
     """Wrap `function`, which computes the same value on all TP ranks: divide its gradient by the number of these ranks.
 
-    For an additional loss, such as the load balancing of a router inside a region, whose gradient the TP ranks sum.
+    For an additional loss whose gradient the TP ranks sum, such as the load-balancing loss of a router inside a region.
     Each CP rank's loss is partial, so the value is also divided by the number of CP ranks.
     """
 
@@ -191,8 +191,8 @@ def count_once(function: Callable[..., Any], ranks: HeadRanks) -> Callable[..., 
 def heads_of_result(heads: int) -> FunctionMaker:
     """Return a maker of local functions whose result has only this rank's heads.
 
-    For values [heads, ...] or [batch x heads, ...] that a model computes by a head's index and passes to its mixers, such as
-    ALiBi's biases.
+    For values [heads, ...] or [batch x heads, ...] that a model computes for each head from the head's index and passes to
+    its mixers, such as ALiBi's biases.
 
     Args:
         heads: the number of heads of the unsplit model.

@@ -52,7 +52,7 @@ class ParameterMesh(NamedTuple):
 
 
 class MixerSlice(NamedTuple):
-    """The slice of its TP rank's local tensor that a context-parallel rank uses in a mixer."""
+    """The rows of a local tensor that a CP rank uses in a mixer; it stores all rows of its TP rank."""
 
     dim: int
     ranges: tuple[tuple[int, int], ...]
@@ -65,7 +65,7 @@ class GradientSpec:
     """Caches the DTensorSpec of one parameter's gradient until the parameter's own spec changes, by FSDP2 or a cast.
 
     The backward of `to_local` makes a new spec for each gradient, which is hashed when the gradient is detached to be
-    accumulated. That is three quarters of the host time of a parameter in a step.
+    accumulated. This takes three quarters of the host time that a parameter costs in a step.
     """
 
     __slots__ = ("_param_spec", "_placements", "_spec")
@@ -222,9 +222,9 @@ def with_locals_in_forward(cls: type[nn.Module], names: tuple[str, ...]) -> type
     """Subclass `cls` so that only its own forward gets local tensors of these parameters; other code gets the DTensors.
 
     Used for the rows of a vocabulary: a user's loss on a local shard would be silently wrong, whereas torch refuses a
-    product of a plain tensor and a DTensor. Also used for parameters whose local tensor needs a collective: a rank that
-    asks for one alone would wait for the others. A forward that asks several times, as for each expert, gets the same
-    tensor.
+    product of a plain tensor and a DTensor. Also used for parameters whose local tensor needs a collective: if only one rank
+    asked for the local tensor, it would wait for the other ranks. A forward that asks several times, for example once for
+    each expert, gets the same tensor each time.
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -543,7 +543,7 @@ class LocalWeight(LocalData):
 
 def _is_unsplit(local: Any) -> bool:
     """Whether the parameter is on one rank only."""
-    # With context parallelism that FSDP2 or DDP sums over, the parameter is a plain tensor.
+    # If FSDP2 or DDP sums the gradients over the CP ranks, the parameter may be a plain tensor.
     mesh = getattr(local.parameter, "device_mesh", None)
     return mesh is not None and mesh.size() == 1
 

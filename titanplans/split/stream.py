@@ -362,7 +362,7 @@ def begin_at_output(module: Any, stream: Stream) -> None:
 
 
 def end_at_output(module: nn.Module, stream: Stream) -> None:
-    """Let `module`, a stand-in for the module that ends the stream, end it and return zeros of the full sequence."""
+    """Make `module`, a stand-in for the module that ends the stream, end the stream and return zeros of all tokens."""
 
     def end(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
         if not stream.is_running or not stream.shards_sequence:

@@ -139,7 +139,8 @@ class Style(ParallelStyle):
         """Install tensor parallelism: each rank has a shard of the weights and, inside a region, all tokens."""
 
     def by_tokens(self, module: nn.Module, site: Site) -> None:
-        """Install context parallelism on top: each rank has its local tokens, also between regions."""
+        """Install context parallelism and, if there is any, tensor parallelism: each rank has its local tokens, also between
+        regions."""
         self.by_weights(module, site)
 
     def by_experts(self, module: nn.Module, ranks: ExpertRanks) -> None:

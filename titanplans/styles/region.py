@@ -26,7 +26,7 @@ class Region(Style):
             False, a `rowwise()` inside has to reduce.
         input_name: the keyword of the input [..., sequence, hidden] if it is not the first positional argument.
         float8_input: whether the input may arrive in float8, in a model converted to float8, because only the projections
-            inside use it. A call with a token mask gets it in high precision, since the module may drop padding first.
+            inside use it. With a token mask the input stays in high precision, since the module may drop padding first.
         mixes_tokens: True for a mixer, or an MLP that shifts tokens: context parallelism gives its code the full
             sequence. False for an MLP or a mixture of experts, which works token by token on the local tokens.
         shared: whether only other regions use the output, such as keys and values for several blocks. It is not reduced.

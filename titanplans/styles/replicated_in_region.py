@@ -21,7 +21,7 @@ class ReplicatedInRegion(ParameterStyle):
     """
 
     is_inside_region = True
-    remedy = "a norm over a width that is split is split_norm() or gathered_in_region()"
+    remedy = "a norm over a width that is split needs split_norm() or gathered_in_region()"
 
     def layout(self, name: str, param: nn.Parameter, over: SplitOver) -> Layout | None:
         return Layout(Replicate(), Partial())

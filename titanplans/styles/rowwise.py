@@ -56,7 +56,8 @@ class Rowwise(Style):
         return Operands(inputs=True)
 
     def parameter_refusal(self, name: str, param: nn.Parameter) -> str | None:
-        return "a parameter sums nothing: rowwise(reduce_output=False)" if self.reduce_output else None
+        reason = "a single parameter has no output to reduce: use rowwise(reduce_output=False)"
+        return reason if self.reduce_output else None
 
     def by_weights(self, module: nn.Module, site: Site) -> None:
         if self.reduce_output:

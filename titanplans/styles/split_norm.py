@@ -27,8 +27,8 @@ class SplitNorm(Style):
 
     The module normalises its slice by the slice's RMS, and its output is then scaled by slice RMS / full RMS. So the
     module's code and kernels are unchanged; the module may scale by weight or by 1 + weight, and may gate after the norm.
-    A bias is added after the scaling. Under context parallelism the heads of a mixer are split over all tp x cp ranks,
-    with the same hook.
+    A bias is added after the scaling. Under context parallelism the same hook averages over all tp x cp ranks, since the
+    width of a mixer is split over all of them.
 
     Args:
         heads: number of heads in the width, if ranks may share heads; None: equal shards.

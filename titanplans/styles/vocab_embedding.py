@@ -26,9 +26,9 @@ class VocabEmbedding(Style):
         backward  nothing; if it begins the stream, all-gather over L; dW is sharded as W
 
     Args:
-        begins_stream: lay the sum out as the stream, which with sequence parallelism halves the bytes sent. For models
-            whose code derives nothing (positions, masks, the positions of images) from the embeddings. If False, every
-            rank has all embeddings, and the stream begins at the first block.
+        begins_stream: shard the sum as the stream is sharded, which with sequence parallelism halves the bytes sent. For
+            models whose code derives nothing (positions, masks, the positions of images) from the embeddings. If False,
+            every rank has all embeddings, and the stream begins at the first block.
         all_tokens: under context parallelism every rank embeds all tokens, for models whose code uses the embeddings before
             the first block, to add positions or to insert images. If False, each rank embeds its local tokens.
     """

@@ -47,7 +47,7 @@ def keep_modules() -> tuple["_Run", "_Run"]:
 
 
 class _Run(AbstractContextManager[None]):
-    """The context of a call's forward or recomputation. With `retain_graph` the latter is entered again."""
+    """The context of a call's forward, or of its recomputation. With `retain_graph` a call is recomputed several times."""
 
     def __init__(self, call: _Call, recomputes: bool):
         self.call, self.recomputes = call, recomputes

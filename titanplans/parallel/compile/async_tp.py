@@ -48,8 +48,8 @@ def has_nccl(mesh: Any) -> bool:
 def enable(model: nn.Module, mesh: Any) -> None:
     """Let inductor overlap the TP group's collectives with matrix products in the blocks of `model`.
 
-    Call it before the blocks first run. It changes settings of the process: inductor's passes and a record of the compiled
-    graphs, for which inductor's cache is disabled.
+    Call it before the blocks first run. It affects the process: it adds passes to inductor, and a record of the compiled
+    graphs, for which it disables inductor's cache.
 
     Args:
         model: the model, split by its plan.

@@ -194,7 +194,7 @@ def compile_options(compile_config: Compile) -> dict[str, Any]:
     """Return the arguments of torch.compile except `fullgraph`.
 
     Raises:
-        OptionError: a backend or setting of inductor does not exist, or its value has another type.
+        OptionError: the backend, or a setting of inductor, does not exist, or the setting's value has the wrong type.
         ParallelError: torch.compile is disabled by the environment.
     """
     check_switched_on()

@@ -35,8 +35,8 @@ def end_graphs_at_kernels(block: nn.Module) -> None:
 
     FLA disables torch.compile for its kernels. The kernels are called inside autograd Functions, where dynamo can't
     continue a graph. The code around a kernel (a check of its inputs, a reshape) would become graphs of one or two
-    operators, each with guards to check at every call, which count towards torch's limit of recompilations. So the module
-    around the kernel is excluded instead.
+    operators. Each of these graphs would have guards to check at every call, and would count towards torch's limit of
+    recompilations. So the module around the kernel is excluded instead.
 
     The rest of the block then is one graph from kernel to kernel, across modules, so a collective at a region's border is in
     one graph with the matrix product of its output. That needs torch's setting `nested_graph_breaks`, which holds for the

@@ -104,7 +104,8 @@ def unsharded(model: nn.Module) -> Iterator[None]:
     """
     root = _root(model)
     units = _units(model)
-    # These attributes are private: FSDP2's public setter takes no number of ranks, and there is no public getter.
+    # These attributes are private: FSDP2's public setter accepts only a bool, not a number of ranks, and there is no public
+    # getter.
     before = [fsdp_group(unit).post_forward_mesh_info for unit in units]
     # Usually a forward computes the float8 scales before it gathers. Here the parameters are gathered before the forward.
     compute_scales(model)

@@ -28,8 +28,8 @@ def chain_units(model: nn.Module, units: Sequence[FSDPUnit], forward: int, backw
     root, *others = units
     towers: dict[str, list[FSDPUnit]] = {}
     for unit in others:
-        stack = unit.names[0].rpartition(".")[0] if unit.role == "tower" else ""
-        towers.setdefault(stack, []).append(unit)
+        tower = unit.names[0].rpartition(".")[0] if unit.role == "tower" else ""  # "": the decoder
+        towers.setdefault(tower, []).append(unit)
     decoder = towers.pop("")
     for stack in (decoder, *towers.values()):
         # The root runs first, forward and backward.

@@ -91,7 +91,7 @@ def _below(module: nn.Module, name: str, others: Collection[str]) -> dict[str, n
 
 
 def _join_tied(model: nn.Module, units: list[FSDPUnit]) -> list[FSDPUnit]:
-    """Join embedding and ends if they share a parameter; dissolve either into the root if it shares one with the root."""
+    """Join embedding and ends if they share a parameter; merge one of them into the root if it shares one with the root."""
     while tie := _first_tie(model, units):
         (first, name), (second, other) = tie
         remaining = [unit for unit in units if unit not in (first, second)]

@@ -16,12 +16,11 @@ _POLL_SECONDS = 0.01
 
 
 def rendezvous_store(ranks: Ranks, timeout: timedelta) -> dist.Store | None:
-    """Open a store that only the ranks of a job's current start use; None if the store that torch would open is such a
-    store.
+    """Open a store whose keys only the ranks that run now use; None if torch opens a new store for each start anyway.
 
     torchrun has one store for all restarts of a job, in which each rank publishes its address under the same key. So a
-    restarted rank could read addresses of ranks that no longer run. To avoid this, the ranks of one start agree on a
-    prefix for their keys.
+    restarted rank could read addresses of ranks that no longer run. To avoid this, the ranks agree on a prefix for their
+    keys after each start and restart.
 
     Raises:
         ParallelError: the launcher's store is gone, or not all ranks connect within `timeout`.

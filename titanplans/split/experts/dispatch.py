@@ -3,8 +3,8 @@
 1. local     a rank of tensor parallelism has all tokens of its TP group in a region, and sends 1 / tp of them
 2. dispatch  each pair of a token and an expert is sent, sorted by expert; with a capacity, not all pairs
 3. compute   the experts' own forward runs, with one expert per token, and weights of 1
-4. combine   outputs are sent back in token order, weighted and summed; other tokens of the TP group are 0, so that the
-             region's exit sums the ranks' outputs
+4. combine   outputs are sent back, put into token order, weighted and summed; this rank's result is 0 for tokens that other
+             TP ranks have sent, and the region's exit sums the results of the TP ranks
 """
 
 import inspect
@@ -63,7 +63,7 @@ def _with_chosen_experts(cls: type[nn.Module]) -> type[nn.Module]:
 
 @cache
 def _with_sorted_tokens(cls: type[nn.Module]) -> type[nn.Module]:
-    """Subclass `cls`, whose forward takes tokens sorted by expert, and the count of each expert."""
+    """Subclass `cls`, whose forward takes tokens sorted by expert, and the number of tokens of each expert."""
 
     def run(self: Any, tokens: torch.Tensor, ids: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         order = ids[:, 0].argsort(stable=True)

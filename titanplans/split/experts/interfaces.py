@@ -7,7 +7,7 @@ from torch import nn
 CHOSEN = 3
 """transformers: hidden states [N, H], expert ids [N, k] and weights [N, k]."""
 COUNTED = 2
-"""torchtitan: tokens [N, H] sorted by expert, and the count of each expert [experts]."""
+"""torchtitan: tokens [N, H] sorted by expert, and the number of tokens of each expert [experts]."""
 EVERY = 1
 """Llama 4: every token once for each expert [experts * N, H], sorted by expert. Tokens not routed to an expert are
 zeros."""

@@ -14,7 +14,7 @@ from titanplans.split.parameters.shards import local_shard
 from titanplans.split.state import state_of
 from titanplans.torch_private.autograd import in_backward
 
-# A router with such a bias (DeepSeek-V3, GLM-4.5) chooses experts by scores plus bias; no gradient changes the bias.
+# A router with a load-balancing bias (DeepSeek-V3, GLM-4.5) chooses experts by scores plus bias; the bias gets no gradient.
 BIASES = ("e_score_correction_bias", "expert_bias", "balancing_biases")
 """The names of a router's load-balancing bias in transformers and torchtitan."""
 

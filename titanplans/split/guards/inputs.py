@@ -75,7 +75,7 @@ def _refuse_arguments(
         raise PlanError(
             f"{name} was called with labels, but its logits or its head are sharded over the vocabulary, "
             "so its own loss would be wrong: compute the loss from the logits, or set loss_parallel = False "
-            "and fuse_linear_cross_entropy = False (fuse_cross_entropy, if a config has no other)"
+            "and fuse_linear_cross_entropy = False (or fuse_cross_entropy = False, if the config has only that)"
         )
     keeps = keeps_some_logits(arguments)
     if border.stream.shards_sequence and not facts.can_end_before_head and keeps is not None:

@@ -137,7 +137,10 @@ def orders(schedule: str, ranks: int, stages: int, microbatches: int) -> tuple[O
 
 
 def needs(action: Action, stages: int) -> tuple[Action, ...]:
-    """Return the actions that `action` waits for; gradients of inputs are "backward_input" (see `completed`)."""
+    """Return the actions that `action` waits for.
+
+    Among these, the gradient of a stage's input is a "backward_input", also if a full "backward" computes it (`completed`).
+    """
     stage, kind, microbatch = action
     if kind == "backward_weight":
         return (Action(stage, "backward_input", microbatch),)

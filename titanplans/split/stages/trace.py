@@ -106,7 +106,7 @@ SHAPE_ALONE = frozenset(
 
 
 class _Origins(TorchDispatchMode):
-    """Records the values that the content of each storage is computed from, by the operators between blocks."""
+    """Records, for each storage, the values from which the operators between blocks have computed its content."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ def trace(model: nn.Module, decoder: Decoder, inputs: Mapping[str, Any]) -> Trac
                     f"{name} converts a tensor to a Python number and returns {leaf!r}, which other stages can't know: "
                     "return a tensor"
                 )
-        unchanged = [  # a block that has used a value may return another tensor for other values
+        unchanged = [  # a block that has read a number from a tensor may return another tensor for another number
             not origins.has_read and (not isinstance(x, torch.Tensor) or version(x) == before)
             for x, before in zip(arguments, versions, strict=True)
         ]

@@ -127,7 +127,7 @@ def _put_back(x: torch.Tensor, assignment: RowAssignment) -> torch.Tensor:
 
 
 def ranges_within(outer: RowRanges | None, inner: RowRanges) -> RowRanges:
-    """Return where the rows `inner` of a full tensor are among its rows `outer`; `outer` None: all rows.
+    """Return the positions of the rows `inner` of a full tensor in a tensor that has only its rows `outer` (None: all).
 
     Raises:
         ValueError: a run of `inner` is not inside a run of `outer`.

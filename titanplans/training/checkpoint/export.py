@@ -233,7 +233,7 @@ def _config_and_manifest(config_path: str | None, folder: Path) -> tuple[Pretrai
 def _local_folder(
     folder: str, what: str, required: Sequence[str], *, is_recorded: bool, weights: bool = False
 ) -> str:
-    """Return the local folder of a repository of the Hub, or `folder`.
+    """Return the local folder of the repository that `folder` names; return `folder` itself if it is a local folder.
 
     `is_recorded`: a manifest names `folder`. Manifests name a repository with its commit, so a name without a commit is a
     local folder.

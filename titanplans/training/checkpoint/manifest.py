@@ -145,7 +145,8 @@ def describe_changes(
 ) -> str:
     """Describe the first five keys whose values differ: "lr = 0.1, now 0.2"; return "" if there are none.
 
-    Keys of a nested config are dotted; `ignored` has them without the prefix.
+    A key in a nested config is shown with the name of that config, as in "text_config.hidden_size". `ignored` lists keys
+    without this prefix.
     """
     changes = [
         f"{key} = {', now '.join('unset' if value is None else show(value) for value in values)}"

@@ -97,7 +97,7 @@ def job_values(job: JobConfig) -> dict[str, Any]:
 
 
 def check_finished(last: Path, job: JobConfig) -> None:
-    """Refuse a job whose folder holds a finished job with other options, so that it would not train.
+    """Refuse a job whose folder holds a finished job with other options: it would count as finished, and not train.
 
     Raises:
         ConfigError: names the options that differ.

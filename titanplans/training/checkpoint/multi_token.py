@@ -1,7 +1,7 @@
 """Layers of multi-token prediction: a checkpoint keeps them in a safetensors file, since transformers' classes lack them.
 
 These layers are neither loaded into a model nor trained. A job copies them from the folder or checkpoint that its weights
-were loaded from into each of its checkpoints, and an export copies them into the exported folder under their names there.
+were loaded from into each of its checkpoints. An export copies them into the exported folder, under the same names.
 """
 
 import math
@@ -39,7 +39,7 @@ class MultiTokenLayers(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of their values."""
+        """The size of the tensors in bytes."""
         return sum(math.prod(lazy.shape) * lazy.dtype.itemsize for lazy in self.tensors().values())
 
     def tensors(self) -> dict[str, LazyTensor]:

@@ -132,7 +132,7 @@ class StepBatches(IterableDataset):
             for source, begin in zip(self._sources, positions, strict=True)
         ]
         weights = None if self._weights is None else list(self._weights)
-        # Each reader begins the cycle of sources at another index, so that every batch mixes the sources.
+        # Each reader begins the cycle of sources at a different index, so that every batch mixes the sources.
         shift = reader - start.readers.before(start.weighted_since, reader)
         remaining = [index for index in range(len(positions)) if weights is None or weights[index]]
         for index in itertools.count(position.sequences):

@@ -30,7 +30,7 @@ class PackedSource:
         chat: the format of conversations; None: the documents are texts.
 
     Attributes:
-        identity: values that must equal those in a checkpoint for its position to mean the same sequence.
+        identity: values that a checkpoint stores. If they are equal in a job, a position means the same sequence in both.
     """
 
     def __init__(

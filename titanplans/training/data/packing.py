@@ -29,8 +29,8 @@ class TokenSequence:
     """`[n]`: each input's position in its document, or in the sequence if documents are joined."""
 
     next_document: Any
-    """The position of the document from which the next sequence continues; for conversations, of the last used
-    conversation."""
+    """The position of the document from which the next sequence continues; for conversations, the position of the last
+    conversation that was used."""
 
     next_offset: int
     """Where the next sequence begins in that document: the argument `offset` with which the packing function continues."""

@@ -72,7 +72,7 @@ def check_job(job: JobConfig, world_size: int) -> None:
     """Refuse a job that can't run on `world_size` processes like this one.
 
     Under torchrun every rank calls this function and comes to the same result. Ranks communicate only to wait for the rank
-    that downloads weights from the Hugging Face Hub. With `model.derive` it may derive a plan first, which takes a minute.
+    that downloads weights from the Hugging Face Hub. With `model.derive` it may derive a plan first, which may take minutes.
 
     Raises:
         UserError: names the first fault: the option, its value and what would work.
@@ -180,7 +180,7 @@ def check_data(job: JobConfig) -> tuple[int, list[str]]:
                 lines = check_dataset(source, tokenizer_path=tokenizer, seq_len=data.seq_len, chat=chat)
             except DataError as error:
                 raise DataError(f"{section}{title}{error}") from None
-            # Training and validation may use the same split, and have the same line.
+            # If training and validation use the same split, their lines are equal: log one.
             notes += [line for line in (f"{title}{line}" for line in lines) if line not in notes]
             vocab_size = max(vocab_size, chat.vocabulary if chat else 0)
     return vocab_size, notes

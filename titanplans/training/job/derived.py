@@ -65,7 +65,7 @@ def keep_derived_plan(job: JobConfig, model: PreTrainedModel) -> None:
 
 
 def check_same_plan(model: nn.Module) -> None:
-    """Check that all ranks have split `model` by the same text of a plan. Collective.
+    """Check that all ranks have split `model` by the same plan, compared by its source code. Collective.
 
     Raises:
         ParallelError: the plans differ, which happens if each machine derives one.

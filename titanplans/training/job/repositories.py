@@ -109,7 +109,7 @@ def _saved_repositories(job: JobConfig) -> dict[str, hub.Repository]:
 
 
 def _keeps_commit(repository: hub.Repository, saved: hub.Repository | None) -> bool:
-    """Whether the job asks for the newest commit of the repository that the checkpoint names with its commit."""
+    """Whether the job names no revision of the repository, and the checkpoint names a commit of the same repository."""
     return saved is not None and repository.revision is None and repository.name == saved.name
 
 

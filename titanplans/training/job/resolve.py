@@ -30,7 +30,7 @@ def hub_path(job: JobConfig, option: str) -> str | None:
 
 
 def required_files(job: JobConfig, option: str) -> tuple[str, ...]:
-    """Return the files besides the weights that a job needs of the folder that one of HUB_OPTIONS names."""
+    """Return the files, other than weights, that a job needs from the folder that `option`, one of HUB_OPTIONS, names."""
     is_weights = job.checkpoint.initial_load_in_hf and option == hf_weights_option(job)
     is_tokenizer = option == "model.hf_assets_path" or (is_weights and job.model.hf_assets_path is None)
     has_config = is_weights or option == "model.config"

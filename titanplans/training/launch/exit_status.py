@@ -74,7 +74,8 @@ def finish(status: int) -> NoReturn:
 
     Freeing them takes two seconds once the model libraries are imported.
     """
-    # Such as W&B's, and the data loader's, which ends its workers; there is no public function for this.
+    # For example, the exit handler of W&B, and the data loader's, which ends its workers. Python has no public function for
+    # this.
     atexit._run_exitfuncs()
     exit_now(status)
 

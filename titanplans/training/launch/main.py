@@ -1,7 +1,7 @@
 """`main`: read a job from the command line, check it, run it, and return an exit status.
 
     0          the job has trained, or printed what the command asked for, or saved and ended at SIGTERM
-    (checkpoint.save_on_signal)
+               (checkpoint.save_on_signal)
     1          a rank failed, and the others were stopped: its traceback is printed; or the loss is not finite, or the disk
                is full: one line is printed
     2          the job can't be run as written: one line is printed

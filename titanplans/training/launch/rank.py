@@ -1,4 +1,7 @@
-"""`run_rank`: train a job, or evaluate a checkpoint, as one rank: of our launcher, of torchrun, or as the only process."""
+"""`run_rank`: train a job, or evaluate a checkpoint, as one rank.
+
+Our launcher or torchrun has started this rank, or it is the only process of the job.
+"""
 
 import gc
 import math

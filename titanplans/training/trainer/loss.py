@@ -52,8 +52,8 @@ class CrossEntropyLoss:
     ) -> torch.Tensor:
         """Return the loss of `logits` [B, L, V], summed over tokens and divided by `global_valid_tokens`.
 
-        Under context parallelism every rank gets the labels of all tokens, but its loss covers only its own tokens: the
-            losses of the CP ranks add up to the loss of the batch.
+        Under context parallelism every rank gets the labels of all tokens, but its loss covers only its local tokens: the
+        losses of the CP ranks add up to the loss of the batch.
 
         Args:
             logits: the result of the model's forward; `DeferredLogits` hold a loss that the head has computed.

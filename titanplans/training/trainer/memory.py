@@ -99,7 +99,7 @@ def _weights(job: JobConfig, model: PreTrainedModel, world_size: int) -> MemoryU
     )
     # Muon has one moment per parameter, AdamW has two.
     moments = f"Muon's momentum (for {in_muon:,} of them) or AdamW's" if in_muon else f"{o.name}'s"
-    item = f"{count:,} parameters, and for the {trained:,} that train gradients and {moments} two moments"
+    item = f"{count:,} parameters, and, for the {trained:,} that train, gradients and {moments} two moments"
     return MemoryUse(
         (stored + trained * (weight_bytes + 2 * moment_bytes) - in_muon * moment_bytes) // ranks,
         f'{" ".join(resolve.model_name(job))}, training.dtype = "{job.training.dtype}"',

@@ -212,8 +212,10 @@ def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def view(tensor: torch.Tensor, origin: Box, box: Box) -> torch.Tensor:
-    """Return the values of `box` as a view of `tensor`, which has the values of `origin`; both boxes are of one larger
-    tensor."""
+    """Return a view of the values at `box` in `tensor`, which has the values at `origin`.
+
+    Both boxes are positions in one larger tensor, of which `tensor` is a rectangular part.
+    """
     for dim, ((start, _), (first, size)) in enumerate(zip(origin, box, strict=True)):
         tensor = tensor.narrow(dim, first - start if size else 0, size)
     return tensor

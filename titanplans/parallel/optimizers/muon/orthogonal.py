@@ -1,7 +1,7 @@
 """Muon's Newton-Schulz iteration for a matrix or a stack of matrices, and the scales of its update.
 
-The arithmetic is that of torch.optim.Muon, which takes one matrix at a time (Keller Jordan,
-kellerjordan.github.io/posts/muon). It is in bfloat16, so sending a matrix in bfloat16 does not change the result.
+The iteration computes the same as torch.optim.Muon, which takes one matrix at a time (Keller Jordan,
+kellerjordan.github.io/posts/muon). It computes in bfloat16, so sending a matrix in bfloat16 does not change the result.
 """
 
 import math

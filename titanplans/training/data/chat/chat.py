@@ -99,8 +99,8 @@ class ChatFormat:
         return [*filter(None, columns), *sorted({"tools", "weight"} & set(available))]
 
     def read(self, row: object, where: str) -> dict[str, Any]:
-        """Return a row's conversation in the form in which Arrow stores it; if none of its tokens count, without
-        tokens."""
+        """Return a row's conversation in the form in which Arrow stores it. A conversation of which no token counts is
+        stored without tokens."""
         tokens = self.tokens(read_conversation(row, self._chat, where), where)
         return {"conversation": tokens.to_bytes() if tokens.has_counted_tokens else b"", "where": where}
 

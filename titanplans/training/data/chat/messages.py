@@ -18,13 +18,13 @@ sets."""
 
 
 class Columns(NamedTuple):
-    """The names of a row's columns and of a message's keys, like those in [training.chat]; None: no such column is read."""
+    """The names of a row's columns and of a message's keys, as in [training.chat]; None: no such column is read."""
 
     messages_column: str | None = None
     role_key: str = "role"
     content_key: str = "content"
     roles: Mapping[str, str] = {}
-    """The template's role, by the role in a row; empty: rows have the template's roles."""
+    """Maps each role in a row to the template's name for it; empty: rows use the template's names."""
     prompt_column: str | None = None
     input_column: str | None = None
     completion_column: str | None = None

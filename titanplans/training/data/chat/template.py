@@ -104,8 +104,8 @@ class ChatTemplate:
             content = message.get("content", "")
             if content.strip() in text:
                 continue
-            # The template may write the content in another form. If another content gives the same text, the content is
-            # left out.
+            # The template may write the content in another form. If the text stays the same with another content, the
+            # template leaves the content out.
             other = [*messages[:n], message | {"content": f"{content} x"}, *messages[n + 1 :]]
             if self._text(conversation._replace(messages=other), len(messages), where) == text:
                 raise DataError(

@@ -19,7 +19,7 @@ class TextColumn:
     Attributes:
         key: a JSON value that cached rows depend on, besides the files.
         features: names and types of the Arrow columns of a row that has been read.
-        identity: values that must equal those in a checkpoint for its position to mean the same document.
+        identity: values that a checkpoint stores. If they are equal in a job, a position means the same document in both.
     """
 
     def __init__(self, name: str):
@@ -86,7 +86,7 @@ def boundary(read: Callable[[int, int], bytes | memoryview], offset: int, length
 
 def fragments(text: str) -> Iterator[str]:
     """Yield the documents that a row's text is cut into; a short text is one document."""
-    # A character has at most 4 bytes, so that most texts are known to be short without being encoded.
+    # A character has at most 4 bytes, so most short texts are recognised without encoding them.
     if len(text) * 4 <= FRAGMENT_BYTES or len(encoded := text.encode()) <= FRAGMENT_BYTES:
         yield text
         return

@@ -130,7 +130,7 @@ def _generate_tables(
 def _open(
     name: str, path: str, config: str | None, split: str, row_format: RowFormat
 ) -> tuple["IterableDataset", dict[str, list[Any]] | None]:
-    """Return the data set and its first row, or None if it is empty."""
+    """Return the data set and its first row; the row is None if the data set is empty."""
     from datasets import ArrowBasedBuilder, Features, Value, load_dataset_builder
 
     local = os.path.expanduser(path)

@@ -31,7 +31,7 @@ class Shuffled:
     """Documents of local files, in a random order that depends on (seed, epoch).
 
     Attributes:
-        identity: values that must equal those in a checkpoint for its position to mean the same document.
+        identity: values that a checkpoint stores. If they are equal in a job, a position means the same document in both.
         summary: for conversations, a line that says how many are used and how many are left out; else None.
         size: the number of documents in an epoch; None if they are not counted.
         files: pairs of name and path; names are relative to the corpus. Empty if the corpus is not on this machine.
