@@ -113,7 +113,7 @@ def keep_plan(facts: Mapping[str, Any], plan: type[TPPlan], text: str, proof: st
     Args:
         facts: the result of `facts_of` for the model of the plan.
         plan: the class.
-        text: the source file of the class, which does not register it.
+        text: the content of the class's source file, which does not register the class.
         proof: what was proved, for `KeptPlan.proof`.
 
     Raises:

@@ -74,7 +74,7 @@ class TPPlan(PlanStyles):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     def counting_for(self, degree: int) -> "TPPlan":
-        """Return a copy of this plan with this `degree`; its methods return the counts of one of `degree` ranks."""
+        """Return a copy of this plan for `degree` ranks: its methods return one rank's counts of heads and widths."""
         twin = copy.copy(self)
         twin.degree = degree
         return twin

@@ -85,7 +85,7 @@ class ResolvedPlan:
     def token_region_of(self, entry: Entry) -> str | None:
         """Return the key in `token_regions` that is the key of `entry`, or contains it; None if there is none.
 
-        Return "" for a parameter outside of regions that the code of blocks uses.
+        Return "" for a parameter that is outside of all regions, but that the code of blocks uses.
         """
         for region in self.token_regions:
             if entry.key == region or within(entry.key, region):
@@ -183,7 +183,7 @@ def _begin_stream(styles: Plan, entries: tuple[Entry, ...], embedding: str | Non
 
 
 def _with_unnamed_mixers(decoder: Decoder, entries: tuple[Entry, ...], source: TPPlan) -> Decoder:
-    """Return `decoder` with the mixers that do not have a usual name.
+    """Return a copy of `decoder` that also has the mixers without a usual name.
 
     In a block without a mixer of a usual name, the first region other than the MLPs is taken for the mixer; a region whose
     head count is known is preferred.
