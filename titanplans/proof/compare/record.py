@@ -74,7 +74,7 @@ class Recorder:
         tensor = _first_tensor(output)
         if not name or tensor is None or isinstance(tensor, DeferredLogits) or not tensor.is_floating_point():
             return
-        tensor = getattr(tensor, "shard", tensor)  # of a ShardedSequence, its local tokens
+        tensor = getattr(tensor, "shard", tensor)  # a ShardedSequence is recorded by its local tokens
         self._runs[name] += 1
         key = name if self._runs[name] == 1 else f"{name} (run {self._runs[name]})"
         self.order.append(key)
