@@ -191,7 +191,7 @@ def summed_gradients(model: nn.Module) -> dict[str, int]:
     }
     return {
         name: local_tensor(param).nbytes
-        for name, param in model.named_parameters()  # tied ones once
+        for name, param in model.named_parameters()  # a tied parameter is yielded once
         if param.requires_grad and name in partial and isinstance(param, DTensor)
     }
 

@@ -120,7 +120,7 @@ class StorageRecord:
     peak: int = 0
     """The largest `live` so far."""
     is_paused: bool = False
-    """Whether operators run that a rank does not run, or not as operators: see `paused`."""
+    """Whether no operators are recorded now (see `paused`): a rank would not run them, or would run them in one kernel."""
     _open: dict[int, int] = field(default_factory=dict)
     """The index of each live allocation, by the address of its storage object."""
     _resizable: dict[int, Allocation] = field(default_factory=dict)
@@ -142,7 +142,10 @@ class StorageRecord:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Record no operators in the body."""
+        """Record no operators in the body, because a rank on a GPU does not run them, or not one by one.
+
+        Examples are DTensor's propagation of shapes, and operators that are fused into one kernel.
+        """
         self.is_paused, before = True, self.is_paused
         try:
             yield
