@@ -20,7 +20,7 @@ _FLOAT32 = torch.float32
 class Widen(TorchFunctionMode):
     """Compute in `dtype` wherever torch is asked for float32, by name or as the default.
 
-    Only in the forward: a function mode is inactive in the backward of an autograd.Function.
+    This has an effect only in the forward: a function mode is inactive in the backward of an autograd.Function.
     """
 
     def __init__(self, dtype: torch.dtype):

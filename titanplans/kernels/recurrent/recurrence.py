@@ -134,7 +134,7 @@ def _compute(
 
 
 def _preprocess(inputs: dict[str, torch.Tensor], arguments: dict[str, Any]) -> None:
-    """Apply the preprocessing of kernels that `arguments` request to `inputs`, and remove those arguments, in place."""
+    """Preprocess `inputs` in place, as `arguments` ask a kernel to do, and remove the arguments that ask for it."""
     if arguments.pop("use_qk_l2norm_in_kernel", False):
         inputs |= {name: l2norm(x) for name, x in inputs.items() if name in _NORMED}
     if arguments.pop("use_beta_sigmoid_in_kernel", False):
