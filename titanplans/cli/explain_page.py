@@ -54,8 +54,8 @@ def page(title: str, explanation: "Explanation", assumptions: Sequence[str], exp
 
     Args:
         title: the model and the batch.
-        explanation: of the job.
-        assumptions: what its forecast assumes.
+        explanation: the explanation of the job.
+        assumptions: what the forecast of the explanation assumes.
         expandable: whether torch's allocator uses expandable segments.
     """
     forecast = explanation.forecast
@@ -185,7 +185,10 @@ def _arrow(forward: "Sequence[Transfer]", backward: "Sequence[Transfer]") -> str
 
 
 def _box(stretch: "Stretch", module: "ExplainedModule | None", *, is_main: bool) -> str:
-    """Return the box of a stretch of operators. `is_main`: show the weights of `module` here; else it is titled its code."""
+    """Return the box of a stretch of operators.
+
+    If `is_main`, the box shows the weights of `module`. Otherwise it shows only code, and its title says so.
+    """
     kind, lines, title = "code", list[str](), stretch.module or "the block"
     if is_main and module is not None and module.parameters:
         shards = [p for p in module.parameters if p.local != p.shape]
