@@ -128,8 +128,8 @@ def freeze(model: nn.Module, patterns: tuple[str, ...], refuse=ParallelError) ->
 
     Args:
         model: any module, before data parallelism.
-        patterns: patterns as in `names.matches`, of names of parameters; or of names of modules, to freeze all their
-            parameters.
+        patterns: patterns as in `names.matches`, for names of parameters or of modules. If a module matches, all of its
+            parameters are frozen.
         refuse: makes the error from the reason.
 
     Raises:

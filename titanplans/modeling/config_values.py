@@ -84,7 +84,7 @@ def _check_table(values: Mapping[str, Any], config_class: Any, where: str, prefi
 
 def _check_value(key: str, value: Any, hint: Any, field_text: str) -> None:
     rule = next((rule for names, rule in _RULES.items() if re.fullmatch(names, key)), None)
-    if rule is not None and type(value) in (int, float) and not rule.holds(value):  # NaN holds none
+    if rule is not None and type(value) in (int, float) and not rule.holds(value):  # NaN obeys no rule
         raise ModelError(f"{field_text}: expected a number, {rule.says}")
     if not _is_number(hint) or key.endswith("_token_id"):  # an id is null if there is no such token
         return  # the config class checks this key itself

@@ -201,7 +201,7 @@ def _overridden(
 
 
 def _check_fields(config: PretrainedConfig, fields: Mapping[str, Any], also: Iterable[str] = ()) -> None:
-    """Refuse keys that are neither in `also` nor fields of `config`; in a nested table, fields of the nested config."""
+    """Refuse keys that are neither in `also` nor fields of `config`; a nested table is checked against the nested config."""
     allowed = list(dict.fromkeys([*_fields(config), *also]))
     for key, value in fields.items():
         if key not in allowed:

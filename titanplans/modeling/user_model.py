@@ -32,7 +32,7 @@ class UserModelConfig(PretrainedConfig):
 
 
 class UserModel(nn.Module):
-    """Base class that adds the attributes of a transformers model that titanplans reads to a user model."""
+    """Base class that gives a user model those attributes of a transformers model that titanplans uses."""
 
     @property
     def all_tied_weights_keys(self) -> dict[str, str]:
