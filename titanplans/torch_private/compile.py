@@ -85,7 +85,10 @@ def set_custom_passes(setting: str, passes: Sequence[Any]) -> None:
 
 
 def enable_nested_graph_breaks() -> None:
-    """Let Dynamo continue a graph after a break inside a called function. torch 2.11 looks up names in the wrong module."""
+    """Let Dynamo continue a graph after a break inside a called function.
+
+    Do nothing in torch 2.11, which would then look up names in the wrong module.
+    """
     if torch.__version__ >= "2.13":
         dynamo_config().nested_graph_breaks = True
 
