@@ -40,7 +40,7 @@ class ResolvedPlan:
     source: TPPlan
     model: nn.Module
     styles: Plan
-    """All styles by key, foreign ones too."""
+    """All styles by key, including foreign styles, which are styles of torch or of another library."""
     entries: tuple[Entry, ...]
     """The keys with a style of titanplans."""
     decoder: Decoder
@@ -71,8 +71,8 @@ class ResolvedPlan:
     def token_regions(self) -> frozenset[str]:
         """The keys of the regions that mix tokens, which get the full sequence under context parallelism.
 
-        `attn_input`, `attn_region` and `shared_region` mix tokens, `mlp_input` and `mlp_region` do not. The blocks of a
-        tower, such as a vision encoder, have other tokens, and run on all of them on every rank.
+        `attn_input`, `attn_region` and `shared_region` mix tokens, `mlp_input` and `mlp_region` do not. A tower, such
+        as a vision encoder, has other tokens, and every rank runs the tower's blocks on all of these tokens.
         """
         towers = [name for tower in self.decoder.towers for name in tower]
         return frozenset(

@@ -39,7 +39,7 @@ class Recorder:
 
     def __enter__(self) -> "Recorder":
         for name, module in self.model.named_modules():
-            # These hooks run before the plan's hooks on a module's inputs, and after those on its output.
+            # On a module's inputs these hooks run before the plan's hooks, and on its output after the plan's hooks.
             self._handles.append(
                 module.register_forward_pre_hook(
                     lambda *_, name=name: self.running.append(name), prepend=True
@@ -98,7 +98,7 @@ def gradient_key(key: str) -> str:
 
 
 def module_name(key: str) -> str:
-    """Return the name of the module whose output, or its gradient, has `key`."""
+    """Return the name of the module whose output, or whose output's gradient, has `key`."""
     return key.rstrip("'").partition(" ")[0]
 
 

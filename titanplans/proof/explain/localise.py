@@ -103,7 +103,7 @@ class _Search:
     options: TPOptions
 
     def __post_init__(self) -> None:
-        # A rank that failed has recorded less than the others.
+        # A rank that failed has recorded fewer tensors than the other ranks.
         recorded = {(point, key) for point, record in self.training.records.items() for key in record.tensors}
         self.common = set.intersection(*self.world.gather_objects(recorded))
 

@@ -11,7 +11,7 @@ _END = "the end of its work"
 
 
 class RanksDiverged(RuntimeError):
-    """The ranks called different collectives, or one on tensors that don't match."""
+    """The ranks called different collectives, or the same collective on tensors that don't match."""
 
 
 class RankStopped(BaseException):
