@@ -28,7 +28,7 @@ class Widen(TorchFunctionMode):
         self.dtype = dtype
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        # Every torch function passes through here, and few calls name a dtype. The others have to be fast.
+        # Every torch function passes through here, and few calls name a dtype. All other calls have to be fast.
         if not kwargs and func not in _ASKING:
             for arg in args:
                 if arg is _FLOAT32:

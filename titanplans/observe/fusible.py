@@ -222,7 +222,7 @@ def _run_on_one_rank(module: torch.fx.GraphModule, *inputs: Any) -> Any:
 
 
 class _OneRank(TorchDispatchMode):
-    """Runs collectives without other ranks: in a gather the others have this rank's values, and in a sum zeros."""
+    """Runs collectives without other ranks: in a gather the other ranks count as equal to this rank, and in a sum as 0."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         issued = operation_of(func)

@@ -190,7 +190,7 @@ class StorageRecord:
             before = self.allocations[index]
             if before.size == size:
                 return
-            # Only FSDP2 resizes storages: those of gathered parameters.
+            # Only FSDP2 resizes storages, and only the storages of gathered parameters.
             before.is_fsdp = before.is_resized = True
             self._resizable[key] = before
             self._free(key)

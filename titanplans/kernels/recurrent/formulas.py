@@ -102,7 +102,7 @@ def gated_delta_product(
     """
 
     def at_step(x: Tensor, step: int) -> Tensor:
-        """Return x [B, T, ...] at one step of each token, and zeros at the others: [B, T num, ...]."""
+        """Return [B, T num, ...]: x [B, T, ...] at this step of each token, and zeros at the token's other steps."""
         after = num_householder - 1 - step
         return F.pad(x[:, :, None], (*(0, 0) * (x.dim() - 2), step, after)).flatten(1, 2)
 

@@ -37,7 +37,7 @@ _OVER_TIME = (
     "beta_atk",
     "delta",
 )
-"""Names of inputs [B, T, ...]; first those with exactly one step per token."""
+"""Names of inputs [B, T, ...]. Inputs that have exactly one step per token come first, as `by_sequence` requires."""
 _STATES = ("initial_state", "initial_A_state", "h_kk_init", "h_kv_init")
 _NORMED = ("q", "k", "p")
 """Inputs that `use_qk_l2norm_in_kernel` normalizes."""
