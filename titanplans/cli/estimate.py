@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command's options; all other arguments are those of the job."""
+    """Return the parser of the command's options. All other arguments are arguments of the job."""
     parser = argparse.ArgumentParser(
         prog="titanplans estimate",
         usage="titanplans estimate JOB.toml [--gpu H100] [--nodes N] [--section.key value ...]\n"

@@ -120,7 +120,7 @@ def _modules(title: str, modules: "Iterable[ExplainedModule]") -> str:
 def _picture(block: "ExplainedBlock") -> str:
     """Return the forward of a block from top to bottom: a box for each module, an arrow for each collective."""
     backward, modules = _by_arrow(block), {module.name: module for module in block.modules}
-    # A module's operators may run in several stretches. Its weights are shown in the one with the most arithmetic.
+    # A module's operators may run in several stretches. Its weights are shown in the stretch with the most arithmetic.
     main = {each.module: each for each in sorted(block.forward, key=lambda each: (each.flops, each.bytes))}
     parts = [_arrow([], backward.pop(-1))] if -1 in backward else []
     numbered_stretches = enumerate(block.forward)

@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command's options; all other arguments are those of the job."""
+    """Return the parser of the command's options. All other arguments are arguments of the job."""
     parser = argparse.ArgumentParser(
         prog="titanplans fit",
         usage="titanplans fit JOB.toml --gpus 64xH100 [--write] [--section.key value ...]",

@@ -123,7 +123,7 @@ def unknown_plan(plan: str, known: Iterable[str], faults: Iterable[str] = ()) ->
 
 @cache
 def find_families() -> Found:
-    """Return all families. A fault in another package does not prevent the use of the others.
+    """Return all families. A fault in another package does not prevent the use of the other families.
 
     Raises:
         ModelError: like `families`.
