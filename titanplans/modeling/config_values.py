@@ -1,7 +1,7 @@
 """Check the values of a config.json before a config class is constructed. Start at `check_values`.
 
-Config classes of `transformers` check the types of their fields, those of `fla` do not, and neither check ranges. Without
-this check a wrong value would fail in a model's constructor, with an error that does not name the field.
+Config classes of `transformers` check the types of their fields, and config classes of `fla` do not. Neither library checks
+ranges. Without this check a wrong value would fail in a model's constructor, with an error that does not name the field.
 """
 
 import inspect

@@ -43,8 +43,8 @@ def load_config(name: str, flavor: str, **overrides: Any) -> PretrainedConfig:
     """Return the config of a named model, with `overrides` of its fields.
 
     If the config has nested text and vision configs (gemma3), a field of the text config can be overridden with its plain
-    name, which also overrides it in the outer config if both have it. `text_config={...}` and `vision_config={...}` override
-    the named fields and keep the others.
+    name, which also overrides it in the outer config if both configs have it. `text_config={...}` and `vision_config={...}`
+    override the named fields and keep the other fields.
 
     >>> load_config("gla", "debug", vocab_size=8192).vocab_size
     8192
