@@ -122,7 +122,7 @@ def keep_plan(facts: Mapping[str, Any], plan: type[TPPlan], text: str, proof: st
     file = file_for(facts)
     header = {"name": plan.__name__, "proof": proof, "bases": digests(plan.__mro__[1:]), "facts": dict(facts)}
     header["checksum"] = _checksum(json.dumps(header, sort_keys=True) + text)
-    # Processes write to different temporary files, since each renames its own when it is complete.
+    # Processes write to different temporary files, since each process renames its file when it is complete.
     temporary = file.with_name(f"{file.stem}.{platform.node()}.{os.getpid()}")
     write_atomically(temporary, f"{_FIRST_LINE}# {json.dumps(header)}\n{text}")
     temporary.replace(file)

@@ -138,7 +138,8 @@ def resolve(source: TPPlan, model: nn.Module) -> ResolvedPlan:
     ours = native_styles(styles)
     entries = tuple(_entry(key, style, styles, modules, source.options) for key, style in ours.items())
     covered = {join(entry.path, name) for entry in entries for name in entry.layouts}
-    # A key of a parameter covers it even if its style has no layout: a later check gives the better reason.
+    # A key that names a parameter covers the parameter even if the style has no layout for it: a later check refuses such a
+    # style, with a better reason than a missing key.
     covered |= {entry.key for entry in entries if entry.parameter is not None}
     foreign = [key for key in styles if key not in ours]
     check_coverage(styles, covered, foreign, model, name)
