@@ -1,7 +1,7 @@
 """The operators between a collective and the matrix products next to it, in one of inductor's graphs. Start at `neighbours`.
 
-From an all-gather the search follows the users of its result, from a reduce-scatter its inputs. Operators that only
-concatenate or split shards belong to the collective, and are not listed.
+From an all-gather the search follows the users of its result; from a reduce-scatter it follows the inputs. Operators that
+only concatenate or split shards belong to the collective, and are not listed.
 """
 
 from collections import deque

@@ -1,5 +1,5 @@
-"""`record_storages`: record the allocations and frees of a step on fake tensors, in order, what each allocation is for, and
-the work of the operators.
+"""`record_storages`: record a step on fake tensors: its allocations and frees in order, the purpose of each allocation, and
+the work of its operators.
 
     with FakeTensorMode(), record_storages(model) as record:
         ...                     # a step

@@ -59,7 +59,7 @@ def localise(
     """Return the failing `case` with the first wrong tensor of its forward, or else of its backward.
 
     Args:
-        training: the split model's training, recorded; if it failed, only until then.
+        training: the split model's training, recorded; up to the failure if it failed.
         plan: the plan of the unsplit model.
         reference: a recorded reference.
         world: every rank of it calls this.
