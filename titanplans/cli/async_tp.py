@@ -107,9 +107,9 @@ class Decision:
             rest = f" ({overlapped} overlapped)" if overlapped else ""
             counts.append(f"{direction} {fused + overlapped} of {total}{rest}")
         all_or_not = (
-            "every collective that can be fused or overlapped with products is"
+            "every collective that can be fused or overlapped with products is fused or overlapped"
             if self.complete
-            else "NOT every collective that could be fused or overlapped is"
+            else "NOT every collective that could be fused or overlapped is fused or overlapped"
         )
         return "\n".join([*lines, "", f"{all_or_not}: {', '.join(counts)}; {self.seconds:.1f} s"])
 

@@ -144,7 +144,8 @@ def _sizes(make_other: Callable[[], nn.Module] | None) -> list[str]:
     if make_other is not None:
         return []
     return [
-        "sizes are written as they are in one model, perhaps by chance; --other names a function of other sizes"
+        "the plan writes each size as an attribute of the same value, which may be equal by chance; --other names a "
+        "function that returns the model in other sizes, to exclude this"
     ]
 
 

@@ -79,8 +79,10 @@ def lines_of_memory(forecast: "MemoryForecast", title: str, expandable: bool) ->
     rows += [(part, gib(size), PARTS[part]) for part, size in forecast.parts.items() if size >= 2**20]
     rows.append(("sum", gib(forecast.live), f"peak in {forecast.when_text}"))
     standard, other = gib(forecast.standard.reserved), gib(forecast.expandable.reserved)
-    rows.append(("reserved", standard, "by torch's allocator" + ("" if expandable else ", which decides")))
-    decides = ", which decides (PYTORCH_ALLOC_CONF)" if expandable else ""
+    rows.append(
+        ("reserved", standard, "by torch's allocator" + ("" if expandable else "; this size has to fit"))
+    )
+    decides = " (PYTORCH_ALLOC_CONF); this size has to fit" if expandable else ""
     rows.append(("", other, f"with expandable_segments:True{decides}"))
     return columns(rows, right={1})
 
