@@ -101,7 +101,7 @@ def add_adapters(model: nn.Module, options: LoRA, *, seed: int = 0) -> Adapters:
 
 
 def check_before_compile(model: nn.Module) -> None:
-    """Refuse adapters that a parent module skips, since it uses the Linear's weight without calling it.
+    """Refuse adapters that a parent module skips, because it uses a Linear's weight without calling the Linear.
 
     Raises:
         ParallelError: names the modules.

@@ -155,8 +155,8 @@ class SplitTrainer:
                 "shard of it; of TRL's trainers, SFTTrainer works"
             )
         super().__init__(model, *args, **kwargs)  # type: ignore[call-arg]
-        # This tells the Trainer not to wrap the model, which reduces its own gradients. It is set after the constructor has
-        # run, because the constructor refuses to save the optimizer of a model that transformers has split.
+        # This tells the Trainer not to wrap the model, since a split model reduces its gradients itself. It is set after the
+        # constructor has run, because the constructor refuses to save the optimizer of a model that transformers has split.
         self.is_distributed_loading_by_transformers = True
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise ParallelError(

@@ -28,7 +28,7 @@ _CLASS, _ARGUMENTS = "own_class", "own_arguments"
 
 
 class UserModelConfig(PretrainedConfig):
-    """The config of a user model that has none: its class and the arguments of its constructor."""
+    """The config of a user model that has no config itself: the model's class and the arguments of its constructor."""
 
 
 class UserModel(nn.Module):
