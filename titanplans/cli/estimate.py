@@ -82,8 +82,8 @@ def lines_of_memory(forecast: "MemoryForecast", title: str, expandable: bool) ->
     rows.append(
         ("reserved", standard, "by torch's allocator" + ("" if expandable else "; this size has to fit"))
     )
-    decides = " (PYTORCH_ALLOC_CONF); this size has to fit" if expandable else ""
-    rows.append(("", other, f"with expandable_segments:True{decides}"))
+    note = " (PYTORCH_ALLOC_CONF); this size has to fit" if expandable else ""
+    rows.append(("", other, f"with expandable_segments:True{note}"))
     return columns(rows, right={1})
 
 

@@ -143,7 +143,7 @@ def _picture(block: "ExplainedBlock") -> str:
 
 
 def _by_arrow(block: "ExplainedBlock") -> "dict[int, list[Transfer]]":
-    """Return the collectives of the backward by the index of the stretch of the forward next to which they are drawn.
+    """Return where collectives of the backward are drawn: lists of them, by the index of a stretch of the forward.
 
     The backward of a module runs its collectives in reverse. A collective without a counterpart in the forward is drawn next
     to the module's first collective, or has the key -1 if the module's forward has none.

@@ -130,7 +130,7 @@ def graph_breaks() -> dict[str, int]:
 
 
 def _in_order(graphs: Sequence[Graph]) -> list[Graph]:
-    # Leave out the hook in which the stream begins. Its graph is the one that communicates only in the backward.
+    # Leave out the graph of the hook that begins the stream: it is the only graph that communicates only in the backward.
     forwards_without = {g.number for g in graphs if not g.backward and not g.verdicts}
     stream_begins = forwards_without & {g.number for g in graphs if g.verdicts}
     others = [g for g in graphs if g.number not in stream_begins]

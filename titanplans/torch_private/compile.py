@@ -99,7 +99,7 @@ def can_compile_checkpoints() -> bool:
 
 
 def zero_size_script_objects() -> dict[str, bool]:
-    """Return AOTAutograd's settings by which a device mesh in a graph takes no memory if it is saved."""
+    """Return the settings of AOTAutograd that let a device mesh that a graph saves count as no memory."""
     name = "unsafe_treat_script_objects_as_zero_size"
     return {name: True} if hasattr(functorch_config(), name) else {}  # graphs of torch 2.11 contain no meshes
 
