@@ -38,7 +38,7 @@ class MissingLibrary(UserError, ImportError):
 
 
 def missing_library(package: str, purpose: str) -> MissingLibrary:
-    """Return the error that `purpose` (such as a command) needs `package`, a key of `EXTRAS` that is not installed."""
+    """Return the error for a missing `package`, a key of `EXTRAS`; it says that `purpose`, such as a command, needs it."""
     distribution, extra = EXTRAS[package]
     return MissingLibrary(
         f"{purpose} needs {distribution}, which is not installed: pip install 'titanplans[{extra}]', in a clone '.[{extra}]'"

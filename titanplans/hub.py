@@ -60,7 +60,7 @@ class Repository(NamedTuple):
 
 
 def repository_of(path: str) -> Repository | None:
-    """Return the repository that `path` names; None for a local path, which exists or is not of the form
+    """Return the repository that `path` names; None if `path` exists locally, or is not of the form
     "owner/name[@revision]"."""
     name, at, revision = path.partition("@")
     # A name that ends in .json or .toml means a file that does not exist.

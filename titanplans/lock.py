@@ -68,8 +68,8 @@ def locked_folder(folder: Path, option: str) -> Iterator[None]:
         file.seek(0)
         holder = file.read().strip() or "whose process is not recorded yet"
         try:
-            # The operating system releases this lock when the process ends, however it ends. lockf is used, not flock: its
-            # lock belongs to the process and not to its forks, and most network file systems support it.
+            # The operating system releases this lock when the process ends, however it ends. lockf is used instead of flock,
+            # because a lock of lockf does not pass to forks of the process, and most network file systems support lockf.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in _HELD:

@@ -13,7 +13,7 @@ _HIDDEN_RECORDS: dict[str, tuple[str, ...]] = {
     "torch.utils._pytree": ("%s is an Enum subclass and is now natively supported by torch.compile",),
     # Caused by the recomputation of operators in compiled blocks; none of ours changes a tensor in place.
     "torch._higher_order_ops.wrap": ("\nDetected that context_fn is passed to torch.utils.checkpoint",),
-    # Caused by FLA, whose class and names of outputs are those of transformers before 5.24.
+    # Caused by FLA, which uses a class and names of outputs as they were in transformers before 5.24.
     "transformers.modeling_utils": ("LogLinearMamba2Model has generative capabilities",),
     "transformers.utils.generic": ("`past_key_values`/`cache_params` are deprecated",),
 }

@@ -48,7 +48,7 @@ def describe_untested(error: BaseException) -> str:
 
 def _missed_range(name: str) -> str:
     """Return the range of tested versions of a library if the installed one is outside of it; else ""."""
-    # Not at the top: most commands never need it.
+    # Imported here, since most commands never need it.
     from packaging.requirements import Requirement
 
     try:

@@ -14,8 +14,8 @@ from .transformer import TransformerPlan
 class Mamba2Plan(TransformerPlan):
     """One projection to gate, x, B, C and step size; a convolution over x, B and C; a gated norm.
 
-    Heads share B and C by groups, and so do ranks if there are fewer groups than ranks. The norm is over each group's
-    width.
+    The heads of a group share B and C. If there are fewer groups than ranks, several ranks share a group. The norm is over
+    each group's width.
     """
 
     def attn_plan(self, attn: Any) -> Plan:

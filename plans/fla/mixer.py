@@ -17,7 +17,8 @@ class MixerPlan(TransformerPlan):
     by_head: tuple[str, ...] = ()
     """Names that are split by the heads that `head_names` count."""
     by_shared_head: tuple[str, ...] = ()
-    """Names split by the heads that `shared_head_names` count, or by all heads if there are none; override `by_head`."""
+    """Names that are split by the heads that `shared_head_names` count, or by all heads if the mixer has no such count. A
+    name that is also in `by_head` is split like the names here."""
     replicated: tuple[str, ...] = ()
     """Names that are replicated, since all heads use them."""
     counts: tuple[str, ...] = ()

@@ -9,7 +9,7 @@ from .mixer import MixerPlan
 
 @register_plan("raven", mixer="fla.layers.raven.Raven")
 class RavenPlan(MixerPlan):
-    """A router gives each token some slots of each key/value head. `g_norm` is over all heads, `o_norm` over each."""
+    """A router gives each token some slots of each key/value head. `g_norm` norms all heads together, `o_norm` each head."""
 
     may_gather = True
     by_head = ("q_proj", "o_gate_proj")

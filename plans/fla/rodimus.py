@@ -13,7 +13,7 @@ from .transformer import TransformerPlan
 
 @register_plan("rodimus", mixer="fla.layers.rodimus.RodimusAttention")
 class RodimusPlan(TransformerPlan):
-    """Each channel has its own state; queries, keys and gates, 64 wide, are computed from all channels, so ranks sum them.
+    """Each channel has its own state. Queries, keys and gates (64 wide) depend on all channels, so partials are summed.
 
     Rodimus+ has attention with one shared key head after each mixer.
     """

@@ -20,7 +20,7 @@ class GatedRetentionPlan(MixerPlan):
 
 @register_plan("yoco", mixer="fla.layers.yoco.YOCOCrossAttention")
 class YOCOPlan(MixerPlan):
-    """Blocks of the second half, and the module that computes the keys and values for all of them."""
+    """Blocks of the second half, and the module that computes the keys and values for these blocks."""
 
     by_head = ("q_proj",)
     replicated = ("q_norm",)

@@ -6,7 +6,7 @@ from .llama import LlamaPlan
 
 
 class ValueHeadsPlan(LlamaPlan):
-    """Value heads share the query and key heads of their group, and so do ranks if there are fewer of these than ranks."""
+    """The value heads of a group share a query and a key head, and so do ranks if there are fewer groups than ranks."""
 
     head_names = ("num_v_heads", "num_attention_heads")
     shared_head_names = ("num_k_heads", "num_key_value_heads")

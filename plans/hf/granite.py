@@ -12,7 +12,7 @@ from .llama import LlamaPlan
 
 @register_plan("bamba")
 class BambaPlan(LlamaPlan):
-    """Mamba 2 is split by heads. Heads share B and C by groups, and so do ranks if there are fewer groups than ranks."""
+    """Mamba 2 is split by heads. Heads of a group share B and C, and so do ranks if there are fewer groups than ranks."""
 
     shared_head_names = ("n_groups", "num_key_value_heads")
 

@@ -1,4 +1,4 @@
-"""The plan of StableLM: its attention has head counts, and may normalise each head with the head's own weights."""
+"""The plan of StableLM: attention stores its head counts, and may normalise each head with the head's own weights."""
 
 from typing import Any
 

@@ -102,7 +102,7 @@ MISUSED = {
     ),
     "a function that nobody calls": (
         Retention, changed(RetentionPlan, local_functions=lambda plan, attn: {"causal.decay": None}),
-        "its plan's local_functions name 'causal.decay', but no method of Retention",
+        "its plan's local_functions has 'causal.decay', but no method of Retention",
     ),
     "a region for a parameter": (
         StateSpace, changed(StateSpacePlan, lambda plan: {"D": plan.attn_region()[""]}),
@@ -151,7 +151,7 @@ MISUSED = {
     ),
     "an attribute that is not there": (
         QKV, of_functions(local_attributes={"num_head": 2}),
-        "its plan's local_attributes name 'num_head', but QKV has no 'num_head'",
+        "its plan's local_attributes has 'num_head', but QKV has no 'num_head'",
     ),
     "a count that the mixer does not have": (
         QKV, changed(QKVPlan, local_attributes=lambda self, attn: self.divide_by_degree(attn, "n_heads")),
@@ -167,23 +167,23 @@ MISUSED = {
     ),
     "a function that is not called": (
         QKV, of_functions(local_functions={"decay": lambda function, ranks: function}),
-        "its plan's local_functions name 'decay', but no method of QKV",
+        "its plan's local_functions has 'decay', but no method of QKV",
     ),
     "an attribute that an MLP does not have": (
         QKV, of_functions(mlp_attributes={"up_proj.width": 2}),
-        "layers.0.mlp (MLP): its plan's mlp_attributes name 'up_proj.width', but Linear has no 'width'",
+        "layers.0.mlp (MLP): its plan's mlp_attributes has 'up_proj.width', but Linear has no 'width'",
     ),
     "an attribute that the model does not have": (
         QKV, of_functions(model_attributes={"heads": 2}),
-        "the model (Tiny): its plan's model_attributes name 'heads', but Tiny has no 'heads'",
+        "the model (Tiny): its plan's model_attributes has 'heads', but Tiny has no 'heads'",
     ),
     "a function that a module of the model does not call": (
         QKV, of_functions(model_functions={"norm.decay": lambda function, ranks: function}),
-        "norm (RMSNorm): its plan's model_functions name 'norm.decay', but no method of RMSNorm",
+        "norm (RMSNorm): its plan's model_functions has 'norm.decay', but no method of RMSNorm",
     ),
     "a function of a module that the model does not have": (
         QKV, of_functions(model_functions={"base.decay": lambda function, ranks: function}),
-        "the model (Tiny): its plan's model_functions name 'base.decay', but the model has no module 'base'",
+        "the model (Tiny): its plan's model_functions has 'base.decay', but the model has no module 'base'",
     ),
     "a norm that subtracts a mean": (
         Packed, changed(PackedPlan, lambda plan: {"o_norm": plan.split_norm()}), "it subtracts a mean"

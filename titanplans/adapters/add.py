@@ -101,7 +101,7 @@ def add_adapters(model: nn.Module, options: LoRA, *, seed: int = 0) -> Adapters:
 
 
 def check_before_compile(model: nn.Module) -> None:
-    """Refuse adapters that a parent module skips, since it uses the Linear's weight without calling it.
+    """Refuse adapters that a parent module skips, because it uses a Linear's weight without calling the Linear.
 
     Raises:
         ParallelError: names the modules.
@@ -128,8 +128,8 @@ def freeze(model: nn.Module, patterns: tuple[str, ...], refuse=ParallelError) ->
 
     Args:
         model: any module, before data parallelism.
-        patterns: patterns as in `names.matches`, of names of parameters; or of names of modules, to freeze all their
-            parameters.
+        patterns: patterns as in `names.matches`, for names of parameters or of modules. If a module matches, all of its
+            parameters are frozen.
         refuse: makes the error from the reason.
 
     Raises:

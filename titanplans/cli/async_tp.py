@@ -1,6 +1,6 @@
 """`titanplans async-tp`: find without a GPU which collectives async tensor parallelism would fuse.
 
-Exit status: 0 if all collectives that can be fused or overlapped are, else 1.
+Exit status: 0 if all collectives that can be fused or overlapped are fused or overlapped, else 1.
 """
 
 import inspect
@@ -75,7 +75,7 @@ class Decision:
 
     @property
     def complete(self) -> bool:
-        """Whether all collectives that can be fused or overlapped are."""
+        """Whether all collectives that can be fused or overlapped are fused or overlapped."""
         return all(v.hidden or not v.possible for b in self.blocks for v in b.collectives)
 
     def text(self) -> str:
@@ -107,9 +107,9 @@ class Decision:
             rest = f" ({overlapped} overlapped)" if overlapped else ""
             counts.append(f"{direction} {fused + overlapped} of {total}{rest}")
         all_or_not = (
-            "every collective that can be fused or overlapped with products is"
+            "every collective that can be fused or overlapped with products is fused or overlapped"
             if self.complete
-            else "NOT every collective that could be fused or overlapped is"
+            else "NOT every collective that could be fused or overlapped is fused or overlapped"
         )
         return "\n".join([*lines, "", f"{all_or_not}: {', '.join(counts)}; {self.seconds:.1f} s"])
 

@@ -26,7 +26,7 @@ _MASKED, _END = "\x1b[2;33m", "\x1b[0m"
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command's options; all other arguments are those of the job."""
+    """Return the parser of the command's options. All other arguments are arguments of the job."""
     parser = argparse.ArgumentParser(
         prog="titanplans data",
         usage="titanplans data JOB.toml [--sequences 3] [--section.key value ...]\n       titanplans data --clean",

@@ -99,7 +99,12 @@ def _facts(subject: Subject, make: Callable[[], nn.Module]) -> dict[str, Any]:
 def _models(
     subject: Subject, other: str | None
 ) -> tuple[Callable[[], nn.Module], Callable[[], nn.Module] | None, str | None]:
-    """Return functions that build the model and one of other sizes, if there is one; and the model type, if it has one."""
+    """Return what `derive` needs.
+
+    Returns:
+        A function that builds the model; a function that builds the model with other sizes, or None; and the model type, or
+        None.
+    """
     if subject.config is None:
         return _double(subject), None if other is None else _double(_subject(other)), None
     if other is not None:
@@ -116,7 +121,7 @@ def _double(subject: Subject) -> Callable[[], nn.Module]:
 
 
 def _subject(words: str) -> Subject:
-    """Return the subject of a name, also of a type of transformers without a plan, of a path, a job or module:function."""
+    """Return the subject that `words` names: a path, a job, module:function, or a model type, even one without a plan."""
     if words.endswith(".toml"):
         job = load_job([words])
         import_custom(job)
@@ -139,7 +144,8 @@ def _sizes(make_other: Callable[[], nn.Module] | None) -> list[str]:
     if make_other is not None:
         return []
     return [
-        "sizes are written as they are in one model, perhaps by chance; --other names a function of other sizes"
+        "the plan writes each size as an attribute of the same value, which may be equal by chance; --other names a "
+        "function that returns the model in other sizes, to exclude this"
     ]
 
 

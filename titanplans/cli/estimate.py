@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command's options; all other arguments are those of the job."""
+    """Return the parser of the command's options. All other arguments are arguments of the job."""
     parser = argparse.ArgumentParser(
         prog="titanplans estimate",
         usage="titanplans estimate JOB.toml [--gpu H100] [--nodes N] [--section.key value ...]\n"
@@ -79,9 +79,11 @@ def lines_of_memory(forecast: "MemoryForecast", title: str, expandable: bool) ->
     rows += [(part, gib(size), PARTS[part]) for part, size in forecast.parts.items() if size >= 2**20]
     rows.append(("sum", gib(forecast.live), f"peak in {forecast.when_text}"))
     standard, other = gib(forecast.standard.reserved), gib(forecast.expandable.reserved)
-    rows.append(("reserved", standard, "by torch's allocator" + ("" if expandable else ", which decides")))
-    decides = ", which decides (PYTORCH_ALLOC_CONF)" if expandable else ""
-    rows.append(("", other, f"with expandable_segments:True{decides}"))
+    rows.append(
+        ("reserved", standard, "by torch's allocator" + ("" if expandable else "; this size has to fit"))
+    )
+    note = " (PYTORCH_ALLOC_CONF); this size has to fit" if expandable else ""
+    rows.append(("", other, f"with expandable_segments:True{note}"))
     return columns(rows, right={1})
 
 

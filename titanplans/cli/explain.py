@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command's options; all other arguments are those of the job."""
+    """Return the parser of the command's options. All other arguments are arguments of the job."""
     parser = argparse.ArgumentParser(
         prog="titanplans explain",
         usage="titanplans explain JOB.toml | MODEL [--html FILE] [--diff OTHER.toml | MODEL] [--gpu H100] [--nodes N] "

@@ -54,8 +54,8 @@ def page(title: str, explanation: "Explanation", assumptions: Sequence[str], exp
 
     Args:
         title: the model and the batch.
-        explanation: of the job.
-        assumptions: what its forecast assumes.
+        explanation: the explanation of the job.
+        assumptions: what the forecast of the explanation assumes.
         expandable: whether torch's allocator uses expandable segments.
     """
     forecast = explanation.forecast
@@ -120,7 +120,7 @@ def _modules(title: str, modules: "Iterable[ExplainedModule]") -> str:
 def _picture(block: "ExplainedBlock") -> str:
     """Return the forward of a block from top to bottom: a box for each module, an arrow for each collective."""
     backward, modules = _by_arrow(block), {module.name: module for module in block.modules}
-    # A module's operators may run in several stretches. Its weights are shown in the one with the most arithmetic.
+    # A module's operators may run in several stretches. Its weights are shown in the stretch with the most arithmetic.
     main = {each.module: each for each in sorted(block.forward, key=lambda each: (each.flops, each.bytes))}
     parts = [_arrow([], backward.pop(-1))] if -1 in backward else []
     numbered_stretches = enumerate(block.forward)
@@ -143,7 +143,7 @@ def _picture(block: "ExplainedBlock") -> str:
 
 
 def _by_arrow(block: "ExplainedBlock") -> "dict[int, list[Transfer]]":
-    """Return the collectives of the backward by the index of the stretch of the forward next to which they are drawn.
+    """Return where collectives of the backward are drawn: lists of them, by the index of a stretch of the forward.
 
     The backward of a module runs its collectives in reverse. A collective without a counterpart in the forward is drawn next
     to the module's first collective, or has the key -1 if the module's forward has none.
@@ -185,7 +185,10 @@ def _arrow(forward: "Sequence[Transfer]", backward: "Sequence[Transfer]") -> str
 
 
 def _box(stretch: "Stretch", module: "ExplainedModule | None", *, is_main: bool) -> str:
-    """Return the box of a stretch of operators. `is_main`: show the weights of `module` here; else it is titled its code."""
+    """Return the box of a stretch of operators.
+
+    If `is_main`, the box shows the weights of `module`. Otherwise it shows only code, and its title says so.
+    """
     kind, lines, title = "code", list[str](), stretch.module or "the block"
     if is_main and module is not None and module.parameters:
         shards = [p for p in module.parameters if p.local != p.shape]

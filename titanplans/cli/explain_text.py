@@ -76,7 +76,8 @@ def _ranges(numbers: Sequence[int]) -> Iterator[str]:
 
 
 def alike(stage: "ExplainedStage") -> "Iterable[list[ExplainedBlock]]":
-    """Return the blocks of a rank in lists; the blocks of a list are split in the same way, but recompute differently."""
+    """Return the blocks of a rank in lists. The blocks of a list are split in the same way; they may recompute different
+    operators."""
     groups: dict[Any, list[ExplainedBlock]] = {}
     for block in stage.blocks:
         groups.setdefault(block.modules, []).append(block)

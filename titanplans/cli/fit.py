@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from titanplans.plan.degrees import Degrees
 
 _MOST_PROCESSES = 8
-"""A process needs up to 1 GiB, and with more of them more layouts are tried in vain."""
+"""A process needs up to 1 GiB. With more processes, more layouts are rehearsed that turn out not to be among the best."""
 
 T = TypeVar("T")
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command's options; all other arguments are those of the job."""
+    """Return the parser of the command's options. All other arguments are arguments of the job."""
     parser = argparse.ArgumentParser(
         prog="titanplans fit",
         usage="titanplans fit JOB.toml --gpus 64xH100 [--write] [--section.key value ...]",
@@ -198,7 +198,7 @@ def _possible(
     replicas = job.parallelism.data_parallel_replicate_degree
     counts = [each for each in divisors(gpus // replicas) if each > 1]
     stages = pool.submit(processes.stages_in_process, job, counts)
-    # A model without experts refuses any degree of them.
+    # The plan of a model without experts refuses every expert-parallel degree above 1.
     no_experts = pool.submit(processes.refusals_in_process, job, [Degrees(ep=2)])
     pipelines: dict[int, PipelineShape] = {}
     refused_counts: dict[int, str] = {}
@@ -219,7 +219,7 @@ def _possible(
             excluded.append(Excluded(candidate, refused_counts[candidate.pp]))
         else:
             degrees += with_experts(candidate, has_experts)
-    # The plan does not depend on what shards the parameters, nor on the stages.
+    # Whether the plan refuses a layout depends neither on FSDP's degrees nor on the pipeline's.
     shapes = sorted({(each.tp, each.cp, each.ep) for each in degrees})
     halves = shapes[::2], shapes[1::2]
     tasks = [

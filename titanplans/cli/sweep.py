@@ -74,7 +74,7 @@ class Header(Options, section="sweep"):
 
 
 class SweepFile(Options):
-    """The tables of a sweep file. Their keys, except for [sweep], are those of a job."""
+    """The tables of a sweep file. All tables except [sweep] have the keys of a job."""
 
     sweep: Header = Header()
     set: dict[str, Any] = Field(default_factory=dict)

@@ -88,8 +88,8 @@ def find_flavor(name: str, flavor: str) -> Family:
 def plan_names() -> list[str] | None:
     """Return the names of the registered plans without importing a plan: each family here has a plan of the same name.
 
-    Return None if there may be other plans: if another package adds plans, or if the registry has
-    been imported, which knows all plans.
+    Return None if there may be other plans: another package adds plans, or the registry has been imported, and code may
+    have registered plans in it.
     """
     if "titanplans.plan.registry" in sys.modules or metadata.entry_points(group=PLANS):
         return None
@@ -123,7 +123,7 @@ def unknown_plan(plan: str, known: Iterable[str], faults: Iterable[str] = ()) ->
 
 @cache
 def find_families() -> Found:
-    """Return all families. A fault in another package does not prevent the use of the others.
+    """Return all families. A fault in another package does not prevent the use of the other families.
 
     Raises:
         ModelError: like `families`.

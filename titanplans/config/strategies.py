@@ -1,4 +1,4 @@
-"""Strategies: the configs that `parallelize` and `ParallelManager` take. Their options are those of a job's sections.
+"""Strategies: the configs that `parallelize` and `ParallelManager` take. They have the options of a job's sections.
 
 FSDP2Config(mixed_precision_param="bfloat16", compile={"enable": True}).to_toml()
 FSDP2Config(activation_checkpointing=True)          # NeMo Automodel's name

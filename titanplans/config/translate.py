@@ -88,7 +88,7 @@ class ParsedKeys:
             raise ConfigError(f"{location}: {unknown(key)}")
         try:
             value = read(raw, keys()[today].hint, location)
-        except OptionError as error:  # of an option in a list of tables
+        except OptionError as error:  # about an option in a list of tables
             raise located(error, location) from error
         if (other := self._written.setdefault((read, today), key)) != key:
             raise ConfigError(f"{location}: {other} is the same key; keep {today}")
@@ -199,7 +199,8 @@ def _meant(section: str, name: str) -> str | None:
 
 
 def unknown_section(section: str, keys_in_it: Iterable[str] = ()) -> str:
-    """Return a phrase that says that there is no such section, and suggests a similar section, or names its keys here."""
+    """Return a phrase that says that there is no such section, and suggests a similar section, or the keys here that are
+    named like keys in it."""
     names = list(dict.fromkeys(key.section for key in keys().values()))
     if meant := nearest(section, names, cutoff=0.8):
         return f"no section [{section}]; did you mean {meant}?"

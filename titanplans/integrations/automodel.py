@@ -1,6 +1,6 @@
 """A plan in the form of a dict of torch's parallel styles, for NeMo Automodel, NeMo-RL and torch's `parallelize_module`.
 
-Configs of NeMo Automodel and NeMo-RL name it by its path:
+Configs of NeMo Automodel and NeMo-RL name the plan by its path:
 
     tp_plan: titanplans.integrations.automodel.plan                  # Automodel, in the section of FSDP2
     custom_parallel_plan: titanplans.integrations.automodel.plan     # NeMo-RL, in dtensor_cfg

@@ -110,13 +110,15 @@ def parallelism_config(model: PreTrainedModel) -> ParallelismConfig:
 
 class _Parallelism(ParallelismConfig):
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
-        # accelerate refuses CPUs, on which nothing differs.
+        # accelerate refuses this config on CPUs, although split models train there as on GPUs.
         if accelerator.distributed_type != DistributedType.MULTI_CPU:
             super()._validate_accelerator(accelerator)
 
 
 class SplitTrainer:
-    """Mixin for a Trainer (the first base class), which handles loss, gradients, weights and checkpoints of a split model.
+    """Mixin for a Trainer that handles the loss, gradients, weights and checkpoints of a split model.
+
+    It has to be the first base class.
 
     A checkpoint has the weights as a Hugging Face folder (with LoRA, peft's files) and the optimizer's state in torch's
     distributed format. Training can be resumed from it at the same and at other degrees.
@@ -153,8 +155,8 @@ class SplitTrainer:
                 "shard of it; of TRL's trainers, SFTTrainer works"
             )
         super().__init__(model, *args, **kwargs)  # type: ignore[call-arg]
-        # This tells the Trainer not to wrap the model, which reduces its own gradients. It is set after the constructor has
-        # run, because the constructor refuses to save the optimizer of a model that transformers has split.
+        # This tells the Trainer not to wrap the model, since a split model reduces its gradients itself. It is set after the
+        # constructor has run, because the constructor refuses to save the optimizer of a model that transformers has split.
         self.is_distributed_loading_by_transformers = True
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise ParallelError(

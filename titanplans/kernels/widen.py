@@ -20,7 +20,7 @@ _FLOAT32 = torch.float32
 class Widen(TorchFunctionMode):
     """Compute in `dtype` wherever torch is asked for float32, by name or as the default.
 
-    Only in the forward: a function mode is inactive in the backward of an autograd.Function.
+    This has an effect only in the forward: a function mode is inactive in the backward of an autograd.Function.
     """
 
     def __init__(self, dtype: torch.dtype):
@@ -28,7 +28,7 @@ class Widen(TorchFunctionMode):
         self.dtype = dtype
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        # Every torch function passes through here, and few calls name a dtype. The others have to be fast.
+        # Every torch function passes through here, and few calls name a dtype. All other calls have to be fast.
         if not kwargs and func not in _ASKING:
             for arg in args:
                 if arg is _FLOAT32:

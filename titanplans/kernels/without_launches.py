@@ -4,8 +4,8 @@
     with without_launches.reported(lambda kernel, tensors: ...):
         ...                                                            # a step
 
-FLA's functions then allocate and save the tensors that they would on a GPU. The replacements of `kernels.install` allocate
-others: for a block of GLA they keep five times as much for the backward. Nothing is computed.
+FLA's functions then allocate and save the tensors that they would on a GPU. The replacements of `kernels.install` would
+allocate other tensors: for a block of GLA they keep five times as many bytes for the backward. Nothing is computed.
 """
 
 from collections.abc import Callable, Iterator, Sequence

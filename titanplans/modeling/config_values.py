@@ -1,7 +1,7 @@
 """Check the values of a config.json before a config class is constructed. Start at `check_values`.
 
-Config classes of `transformers` check the types of their fields, those of `fla` do not, and neither check ranges. Without
-this check a wrong value would fail in a model's constructor, with an error that does not name the field.
+Config classes of `transformers` check the types of their fields, and config classes of `fla` do not. Neither library checks
+ranges. Without this check a wrong value would fail in a model's constructor, with an error that does not name the field.
 """
 
 import inspect
@@ -84,7 +84,7 @@ def _check_table(values: Mapping[str, Any], config_class: Any, where: str, prefi
 
 def _check_value(key: str, value: Any, hint: Any, field_text: str) -> None:
     rule = next((rule for names, rule in _RULES.items() if re.fullmatch(names, key)), None)
-    if rule is not None and type(value) in (int, float) and not rule.holds(value):  # NaN holds none
+    if rule is not None and type(value) in (int, float) and not rule.holds(value):  # NaN obeys no rule
         raise ModelError(f"{field_text}: expected a number, {rule.says}")
     if not _is_number(hint) or key.endswith("_token_id"):  # an id is null if there is no such token
         return  # the config class checks this key itself

@@ -43,8 +43,8 @@ def load_config(name: str, flavor: str, **overrides: Any) -> PretrainedConfig:
     """Return the config of a named model, with `overrides` of its fields.
 
     If the config has nested text and vision configs (gemma3), a field of the text config can be overridden with its plain
-    name, which also overrides it in the outer config if both have it. `text_config={...}` and `vision_config={...}` override
-    the named fields and keep the others.
+    name, which also overrides it in the outer config if both configs have it. `text_config={...}` and `vision_config={...}`
+    override the named fields and keep the other fields.
 
     >>> load_config("gla", "debug", vocab_size=8192).vocab_size
     8192
@@ -201,7 +201,7 @@ def _overridden(
 
 
 def _check_fields(config: PretrainedConfig, fields: Mapping[str, Any], also: Iterable[str] = ()) -> None:
-    """Refuse keys that are neither in `also` nor fields of `config`; in a nested table, fields of the nested config."""
+    """Refuse keys that are neither in `also` nor fields of `config`; a nested table is checked against the nested config."""
     allowed = list(dict.fromkeys([*_fields(config), *also]))
     for key, value in fields.items():
         if key not in allowed:

@@ -30,7 +30,7 @@ def initialize(model: PreTrainedModel, *, seed: int, only: Collection[str] | Non
 
     Args:
         model: a model that `titanplans.modeling.build` has built; parameters are plain tensors or DTensors with any
-            placements. It may lack modules of the config's model (a pipeline stage), but must not have others.
+            placements. It may lack modules of the config's model (a pipeline stage), but must not have other modules.
         seed: the seed, which has to be the same on every rank.
         only: if given, only these buffers are initialised, and parameters keep their values.
 

@@ -70,7 +70,7 @@ class Reference:
             device = torch.device("meta")
         self._calls: dict[nn.Module, Callable[[], nn.Module]] = {}
         with self._seeded("constructor"), _constructing(device), ExitStack() as stack:
-            # Modules of user models may register a parameter before they initialise it, so their parameters stay.
+            # Modules of user models may register a parameter before they initialise it, so it is not moved to meta.
             if not is_user_model(model.config):
                 stack.enter_context(_to_meta(lambda parameter: bool(parameter.isnan().any())))
             # init_weights would mark modules as initialised (`_is_hf_initialized`), but only marks of constructors count.

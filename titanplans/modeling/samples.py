@@ -80,8 +80,8 @@ def sample_inputs(
         inputs |= _with_images(config, inputs["input_ids"], generator)
     elif text is not config:
         raise ModelError(
-            f"model_type {config.model_type!r} takes more inputs than tokens, which are known only for gemma3; call the "
-            "model with your own inputs"
+            f"model_type {config.model_type!r} takes more inputs than tokens, and these are made here only for gemma3; call "
+            "the model with your own inputs"
         )
     return {name: tensor.to(device) for name, tensor in inputs.items()}
 

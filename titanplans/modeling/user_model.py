@@ -28,11 +28,11 @@ _CLASS, _ARGUMENTS = "own_class", "own_arguments"
 
 
 class UserModelConfig(PretrainedConfig):
-    """The config of a user model that has none: its class and the arguments of its constructor."""
+    """The config of a user model that has no config itself: the model's class and the arguments of its constructor."""
 
 
 class UserModel(nn.Module):
-    """Base class that adds the attributes of a transformers model that titanplans reads to a user model."""
+    """Base class that gives a user model those attributes of a transformers model that titanplans uses."""
 
     @property
     def all_tied_weights_keys(self) -> dict[str, str]:

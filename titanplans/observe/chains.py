@@ -1,7 +1,7 @@
 """The operators between a collective and the matrix products next to it, in one of inductor's graphs. Start at `neighbours`.
 
-From an all-gather the search follows the users of its result, from a reduce-scatter its inputs. Operators that only
-concatenate or split shards belong to the collective, and are not listed.
+From an all-gather the search follows the users of its result; from a reduce-scatter it follows the inputs. Operators that
+only concatenate or split shards belong to the collective, and are not listed.
 """
 
 from collections import deque
@@ -55,7 +55,10 @@ def is_long(node: torch.fx.Node) -> bool:
 
 
 def chains(nodes: Iterable[torch.fx.Node], side: Side) -> list[Chain]:
-    """Return the paths from `nodes` to the next products, without collectives, shortest first and each product once."""
+    """Return the paths from `nodes` to the next products, shortest first: one path for each product.
+
+    A path ends at the first product, and contains no collective.
+    """
     # Breadth-first search. The last node of a waiting chain is in `product`, whatever its operator.
     waiting = deque(Chain((), node) for node in nodes)
     seen, paths = {chain.product for chain in waiting}, []
@@ -114,7 +117,8 @@ def overlapped(start: torch.fx.Node) -> list[torch.fx.Node]:
 def edge(collective: torch.fx.Node) -> torch.fx.Node:
     """Return the node of an all-gather's full result, or of a reduce-scatter's full input.
 
-    Collectives work on dimension 0. For another dimension the result is split and concatenated, or the input is.
+    Collectives work on dimension 0. For another dimension, torch splits and concatenates the all-gather's result, or the
+    reduce-scatter's input.
     """
     if operation(collective) == "all_gather":
         (wait,) = collective.users
@@ -128,14 +132,14 @@ def edge(collective: torch.fx.Node) -> torch.fx.Node:
 
 
 def _concatenations(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
-    """Yield the nodes that concatenate the chunks into which `node`, if it is a split or a slice, divides a tensor."""
+    """Yield the nodes that concatenate the outputs of `node`, if it is a split or a slice; else nothing."""
     if name_of(node) in ("split", "split_with_sizes", "slice"):
         for user in node.users:
             yield from (cat for cat in (*user.users, user) if name_of(cat) == "cat")
 
 
 def _split_input(chunk: torch.fx.Node) -> torch.fx.Node | None:
-    """Return the tensor that `chunk` is a slice of, or an output of a split of; None if it is neither."""
+    """Return the tensor from which a slice or a split makes `chunk`; None if `chunk` is made by another operator."""
     if name_of(chunk) == "slice":
         return chunk.all_input_nodes[0]
     if name_of(chunk) == "getitem" and name_of(split := chunk.all_input_nodes[0]).startswith("split"):

@@ -1,7 +1,7 @@
 """Compares the collectives of a split model with the fewest that it needs. Start at `count_communication`.
 
 `recorder` records the issued collectives, and `bound` computes the needed ones. Elements are counted in full tensors, as
-in published formulas; bytes are those that one rank receives on a ring.
+in published formulas. Bytes are counted as one rank receives them on a ring.
 """
 
 import itertools
@@ -73,7 +73,7 @@ class Communication:
 
     @property
     def parts(self) -> list[str]:
-        """Names of the parts that have a bound, then of the others that issue a collective."""
+        """Names of the parts that have a bound, then of the other parts that issue a collective."""
         issuers = (part_of(c.module, self.decoder) for c in self.collectives)
         return list(dict.fromkeys([*self.bounds, *issuers]))
 
@@ -191,7 +191,7 @@ def summed_gradients(model: nn.Module) -> dict[str, int]:
     }
     return {
         name: local_tensor(param).nbytes
-        for name, param in model.named_parameters()  # tied ones once
+        for name, param in model.named_parameters()  # a tied parameter is yielded once
         if param.requires_grad and name in partial and isinstance(param, DTensor)
     }
 

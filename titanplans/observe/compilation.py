@@ -115,7 +115,7 @@ def record_compilation(tracker: ModuleTracker) -> Iterator[CompileRecord]:
         record.of(tracker.module).cache_hits += found
         return found if previous is None else previous(found)
 
-    # The module changes after its work is counted, so work is assigned before each change.
+    # Before the tracked module changes, assign to it the work that torch has counted until then.
     tracker.on_change = record.assign
     previous = set_guard_hook(guards_checked)
     try:

@@ -59,7 +59,8 @@ class Verdict:
     fused: bool
 
     products: tuple[str, ...]
-    """Modules with whose products the collective is fused, or next to whose products it is in the graph."""
+    """Modules whose products the collective is fused with; if it is not fused, modules whose products are next to it in the
+    graph."""
 
     overlapped: tuple[str, ...]
     """Modules whose products run between the collective and its wait, if the collective is not fused."""
@@ -129,7 +130,7 @@ def graph_breaks() -> dict[str, int]:
 
 
 def _in_order(graphs: Sequence[Graph]) -> list[Graph]:
-    # Leave out the hook in which the stream begins. Its graph is the one that communicates only in the backward.
+    # Leave out the graph of the hook that begins the stream: it is the only graph that communicates only in the backward.
     forwards_without = {g.number for g in graphs if not g.backward and not g.verdicts}
     stream_begins = forwards_without & {g.number for g in graphs if g.verdicts}
     others = [g for g in graphs if g.number not in stream_begins]
@@ -152,7 +153,8 @@ class _Capture:
         stages.view_to_reshape(module)  # as Inductor does before its passes
         with torch.no_grad():
             fake = stages.fake_tensor_prop(module, list(inputs))
-        # Run the graph from before the passes, so that the backward is captured, and code between graphs gets values.
+        # Run a copy of the graph from before the passes: the backward is then captured, too, and code between graphs gets
+        # values.
         runnable = stages.make_boxed_func(partial(_run_on_one_rank, copy.deepcopy(module)))
         # Leave out the scales of float8, which are reduced by minimum.
         collectives = [n for n in module.graph.nodes if operation(n) is not None and n.args[1:2] != ("min",)]
@@ -220,7 +222,7 @@ def _run_on_one_rank(module: torch.fx.GraphModule, *inputs: Any) -> Any:
 
 
 class _OneRank(TorchDispatchMode):
-    """Runs collectives without other ranks: in a gather the others have this rank's values, and in a sum zeros."""
+    """Runs collectives without other ranks: in a gather the other ranks count as equal to this rank, and in a sum as 0."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         issued = operation_of(func)

@@ -66,9 +66,8 @@ class _Mode(TorchDispatchMode):
         if FakeTensor in types and FakeTensor not in self.counted:
             return func(*args, **kwargs)
         if any(kind not in self.counted for kind in types):
-            return (
-                NotImplemented  # tensor subclasses first, since they issue collectives on their inner tensors
-            )
+            # A subclass handles the operator first, since it issues collectives on its inner tensors.
+            return NotImplemented
         result = func(*args, **kwargs)
         if getattr(func, "namespace", None) in NAMESPACES:
             try:

@@ -1,5 +1,5 @@
-"""`record_storages`: record the allocations and frees of a step on fake tensors, in order, what each allocation is for, and
-the work of the operators.
+"""`record_storages`: record a step on fake tensors: its allocations and frees in order, the purpose of each allocation, and
+the work of its operators.
 
     with FakeTensorMode(), record_storages(model) as record:
         ...                     # a step
@@ -120,7 +120,7 @@ class StorageRecord:
     peak: int = 0
     """The largest `live` so far."""
     is_paused: bool = False
-    """Whether operators run that a rank does not run, or not as operators: see `paused`."""
+    """Whether no operators are recorded now (see `paused`): a rank would not run them, or would run them in one kernel."""
     _open: dict[int, int] = field(default_factory=dict)
     """The index of each live allocation, by the address of its storage object."""
     _resizable: dict[int, Allocation] = field(default_factory=dict)
@@ -142,7 +142,10 @@ class StorageRecord:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Record no operators in the body."""
+        """Record no operators in the body, because a rank on a GPU does not run them, or not one by one.
+
+        Examples are DTensor's propagation of shapes, and operators that are fused into one kernel.
+        """
         self.is_paused, before = True, self.is_paused
         try:
             yield
@@ -187,7 +190,7 @@ class StorageRecord:
             before = self.allocations[index]
             if before.size == size:
                 return
-            # Only FSDP2 resizes storages: those of gathered parameters.
+            # Only FSDP2 resizes storages, and only the storages of gathered parameters.
             before.is_fsdp = before.is_resized = True
             self._resizable[key] = before
             self._free(key)

@@ -94,8 +94,9 @@ def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: An
         return forward * 5 // 2 if "backward" in schema(func).name else forward
     if schema(func).name.partition("::")[2] in _GROUPED_PRODUCTS:
         left, right = args[:2]
-        # A row of `left` is multiplied by the matrix of one expert, or, for the gradient of the weights, a column of `left`
-        # and a row of `right` belong to one. Transposed, each column of `right` is multiplied by one matrix.
+        # [tokens, in] x [experts, in, out]: each row of `left` is multiplied by the matrix of one expert.
+        # [in, tokens] x [tokens, out]: in the gradient of the weights, each token belongs to one expert.
+        # [experts, out, in] x [in, tokens]: each column of `right` is multiplied by the matrix of one expert.
         columns_of_experts = left.ndim == 3 and right.ndim == 2
         return 2 * (right.numel() * left.shape[-2] if columns_of_experts else left.numel() * right.shape[-1])
     count = flop_registry.get(getattr(func, "overloadpacket", None))

@@ -123,7 +123,7 @@ def keep_plan(facts: Mapping[str, Any], plan: type[TPPlan], text: str, proof: st
     Args:
         facts: the result of `facts_of` for the model of the plan.
         plan: the class.
-        text: the source file of the class, which does not register it.
+        text: the content of the class's source file, which does not register the class.
         proof: what was proved, for `KeptPlan.proof`.
 
     Raises:
@@ -132,7 +132,7 @@ def keep_plan(facts: Mapping[str, Any], plan: type[TPPlan], text: str, proof: st
     file = file_for(facts)
     header = {"name": plan.__name__, "proof": proof, "bases": digests(plan.__mro__[1:]), "facts": dict(facts)}
     header["checksum"] = _checksum(json.dumps(header, sort_keys=True) + text)
-    # Processes write to different temporary files, since each renames its own when it is complete.
+    # Processes write to different temporary files, since each process renames its file when it is complete.
     temporary = file.with_name(f"{file.stem}.{platform.node()}.{os.getpid()}")
     write_atomically(temporary, f"{_FIRST_LINE}# {json.dumps(header)}\n{text}")
     temporary.replace(file)

@@ -74,7 +74,7 @@ class TPPlan(PlanStyles):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     def counting_for(self, degree: int) -> "TPPlan":
-        """Return a copy of this plan with this `degree`; its methods return the counts of one of `degree` ranks."""
+        """Return a copy of this plan for `degree` ranks: its methods return one rank's counts of heads and widths."""
         twin = copy.copy(self)
         twin.degree = degree
         return twin
@@ -223,7 +223,7 @@ class TPPlan(PlanStyles):
     def plan_of(self, mixer: nn.Module) -> "TPPlan":
         """Return the plan that splits `mixer`: this plan, unless the mixer's class belongs to another.
 
-        A plan that is not registered for a mixer class, but has an `attn_plan`, splits all of its mixers.
+        A plan that is not registered for a mixer class, but has an `attn_plan`, splits all mixers of its model.
         """
         owner, own_mixer_plan = plan_for_mixer(mixer), mixer_plan_of(type(self))
         splits_all_mixers = own_mixer_plan is None and type(self).attn_plan is not TPPlan.attn_plan

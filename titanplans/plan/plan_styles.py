@@ -40,7 +40,7 @@ class PlanStyles:
     def attn_input(
         self, input_name: str = "hidden_states", *, float8_input: bool = True, may_gather: bool = False
     ) -> Plan:
-        """Gather the sequence once, before all projections of a mixer; a `rowwise` inside reduces.
+        """Gather the sequence once, before all projections of a mixer; its `rowwise` projection reduces the output.
 
         `may_gather`: see `attn_region`.
         """
@@ -54,25 +54,28 @@ class PlanStyles:
         arguments: Mapping[str, Any] | None = None,
         may_gather: bool = False,
     ) -> Plan:
-        """Gather at a mixer's entry and reduce at its exit; its `rowwise` has `reduce_output=False`.
+        """Gather at a mixer's entry and reduce at its exit; its `rowwise` projection needs `reduce_output=False`.
 
         Args:
             input_name, float8_input: as in `Region`.
             arguments: keyword arguments that override the caller's, to select a code path that can be split.
-            may_gather: under context parallelism its code may gather the hidden states of all tokens when it needs them:
-                for a token shift, a convolution over them, removing padding by a mask.
+            may_gather: under context parallelism the mixer's code may gather the hidden states of all tokens, which it
+                needs for a token shift, for a convolution over hidden states, or to remove padding by a mask.
         """
         return self._region(input_name, True, float8_input, arguments, may_gather=may_gather)
 
     def mlp_input(self, input_name: str = "x", *, float8_input: bool = True) -> Plan:
-        """Gather the sequence once, before gate and up; a `rowwise` inside reduces. The module works token by token."""
+        """Gather the sequence once, before gate and up; the MLP's `rowwise` projection reduces the output.
+
+        The module has to work token by token.
+        """
         return self._region(input_name, False, float8_input, mixes_tokens=False)
 
     def mlp_region(self, input_name: str = "x", *, float8_input: bool = True) -> Plan:
         """Gather at the entry of an MLP or a mixture of experts, whatever its class is called, and reduce at its exit.
 
-        For code that still uses the output of the last projection, or that uses the projections' weights directly. The
-        module has to work token by token. A module that mixes tokens, such as RWKV's shift, needs `attn_region`.
+        Use it if the module's code works on the output of the last projection, or uses the projections' weights itself.
+        The module has to work token by token. A module that mixes tokens, such as RWKV's shift, needs `attn_region`.
         """
         return self._region(input_name, True, float8_input, mixes_tokens=False)
 
@@ -106,7 +109,7 @@ class PlanStyles:
         )
         return {"": region}
 
-    # Classes: `self.rowwise(reduce_output=False)` makes a style.
+    # These attributes are classes, so `self.rowwise(reduce_output=False)` makes an instance, which is a style.
     colwise = Colwise
     packed = Packed
     shared_heads = SharedHeads

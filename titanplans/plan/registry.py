@@ -104,7 +104,10 @@ def registered_mixers() -> dict[str, type[TPPlan]]:
 
 
 def model_type_of(model: nn.Module) -> str:
-    """Return the name for which a plan of `model` is registered: its config's `model_type`, its own, or its class name."""
+    """Return the name for which a plan of `model` is registered.
+
+    This is the `model_type` of the model's config, or else of the model itself, or else the name of its class.
+    """
     of_config = getattr(getattr(model, "config", None), "model_type", None)
     return of_config or getattr(model, "model_type", None) or type(model).__name__
 
@@ -131,7 +134,7 @@ def plan_for_model(model: nn.Module) -> type[TPPlan]:
 
 
 def file_of(plan: type[TPPlan]) -> str:
-    """Return the file of a plan's class, relative to titanplans if it is one of its plans: "plans/fla/gla.py"."""
+    """Return the file of a plan's class, such as "plans/fla/gla.py"; another package's file begins with the package."""
     return f"{plan.__module__.removeprefix('titanplans.').replace('.', '/')}.py"
 
 

@@ -40,7 +40,7 @@ class ResolvedPlan:
     source: TPPlan
     model: nn.Module
     styles: Plan
-    """All styles by key, foreign ones too."""
+    """All styles by key, including foreign styles, which are styles of torch or of another library."""
     entries: tuple[Entry, ...]
     """The keys with a style of titanplans."""
     decoder: Decoder
@@ -71,8 +71,8 @@ class ResolvedPlan:
     def token_regions(self) -> frozenset[str]:
         """The keys of the regions that mix tokens, which get the full sequence under context parallelism.
 
-        `attn_input`, `attn_region` and `shared_region` mix tokens, `mlp_input` and `mlp_region` do not. The blocks of a
-        tower, such as a vision encoder, have other tokens, and run on all of them on every rank.
+        `attn_input`, `attn_region` and `shared_region` mix tokens, `mlp_input` and `mlp_region` do not. A tower, such
+        as a vision encoder, has other tokens, and every rank runs the tower's blocks on all of these tokens.
         """
         towers = [name for tower in self.decoder.towers for name in tower]
         return frozenset(
@@ -85,7 +85,7 @@ class ResolvedPlan:
     def token_region_of(self, entry: Entry) -> str | None:
         """Return the key in `token_regions` that is the key of `entry`, or contains it; None if there is none.
 
-        Return "" for a parameter outside of regions that the code of blocks uses.
+        Return "" for a parameter that is outside of all regions, but that the code of blocks uses.
         """
         for region in self.token_regions:
             if entry.key == region or within(entry.key, region):
@@ -138,7 +138,8 @@ def resolve(source: TPPlan, model: nn.Module) -> ResolvedPlan:
     ours = native_styles(styles)
     entries = tuple(_entry(key, style, styles, modules, source.options) for key, style in ours.items())
     covered = {join(entry.path, name) for entry in entries for name in entry.layouts}
-    # A key of a parameter covers it even if its style has no layout: a later check gives the better reason.
+    # A key that names a parameter covers the parameter even if the style has no layout for it: a later check refuses such a
+    # style, with a better reason than a missing key.
     covered |= {entry.key for entry in entries if entry.parameter is not None}
     foreign = [key for key in styles if key not in ours]
     check_coverage(styles, covered, foreign, model, name)
@@ -183,7 +184,7 @@ def _begin_stream(styles: Plan, entries: tuple[Entry, ...], embedding: str | Non
 
 
 def _with_unnamed_mixers(decoder: Decoder, entries: tuple[Entry, ...], source: TPPlan) -> Decoder:
-    """Return `decoder` with the mixers that do not have a usual name.
+    """Return a copy of `decoder` that also has the mixers without a usual name.
 
     In a block without a mixer of a usual name, the first region other than the MLPs is taken for the mixer; a region whose
     head count is known is preferred.

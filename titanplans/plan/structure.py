@@ -26,7 +26,7 @@ _NOT_SWITCHES = (
     "architectures", "dtype", "name_or_path", "output_attentions", "output_hidden_states", "return_dict", "torch_dtype",
     "transformers_version", "use_cache",
 )  # fmt: skip
-"""Fields of configs that do not change the model of a training step."""
+"""Fields of configs that do not change what a model computes in a training step."""
 
 Structure = Mapping[str, list[Any]]
 

@@ -78,7 +78,7 @@ def _check_tied(plan: Plan, model: nn.Module) -> None:
 
 
 def _check_width(key: str, style: Any, model: nn.Module, degree: int) -> None:
-    """Refuse a Linear in a block that is not split evenly, since torch's styles pass plain tensors of equal size."""
+    """Refuse a Linear whose width the degree does not divide, since torch's styles pass plain tensors of equal size."""
     module = model.get_submodule(key)
     if not isinstance(module, nn.Linear) or not isinstance(style, ColwiseParallel | RowwiseParallel):
         return

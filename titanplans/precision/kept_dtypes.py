@@ -16,7 +16,7 @@ from titanplans.split.decoder import without_wrappers
 
 
 def keeps_float32(model: nn.Module, dtype: torch.dtype | None) -> Callable[[str], bool]:
-    """Return a function of names: whether the parameter or persistent buffer stays in float32 in a `model` of `dtype`.
+    """Return a function that tells whether a parameter or buffer, given by name, stays float32 in a `model` of `dtype`.
 
     Patterns are matched as in transformers' `from_pretrained`. Names may contain the prefixes that activation checkpointing
     and torch.compile add. The function always returns False if the model declares no patterns or `dtype` is None.

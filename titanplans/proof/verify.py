@@ -80,12 +80,12 @@ def verify(
     initial zeros and ones would hide mistakes.
 
     Args:
-        model_fn: returns the model, with real weights, on the CPU or on the GPU that all ranks share (over a process
-            group on the device of its rank). Called once.
+        model_fn: returns the model, with real weights, on the CPU or on the GPU that all ranks share. In a process group,
+            it returns the model on the device of this process's rank. Called once.
         plan: as in `apply_plan`; None: the registered plan.
         degrees: the degrees to prove; an integer is a tensor-parallel degree. None: the degrees in `DEGREES`,
-            `EXPERT_DEGREES` and `STAGE_DEGREES` that the model allows; over a process group its size. A process group of 1
-            rank runs the split model's code and kernels, but splits nothing.
+            `EXPERT_DEGREES` and `STAGE_DEGREES` that the model allows; in a process group, the tensor-parallel degree that
+            equals the group's size. A process group of 1 rank runs the split model's code and kernels, but splits nothing.
         loss_parallel: True or False. None: both values; only one value without tensor parallelism, since it then changes
             nothing.
         sequence_parallel: as for loss_parallel.

@@ -53,7 +53,7 @@ def in_backward() -> bool:
 
 
 def is_accumulating(node: Any) -> bool:
-    """Whether the running backward accumulates the gradients that `node` returns for leaves; not in `autograd.grad`."""
+    """Whether the running backward accumulates the gradients that `node` returns for leaves; False in `autograd.grad`."""
     leaf = next((function for function, _ in node.next_functions if function is not None), None)
     if leaf is None:
         return False

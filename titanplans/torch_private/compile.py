@@ -85,7 +85,10 @@ def set_custom_passes(setting: str, passes: Sequence[Any]) -> None:
 
 
 def enable_nested_graph_breaks() -> None:
-    """Let Dynamo continue a graph after a break inside a called function. torch 2.11 looks up names in the wrong module."""
+    """Let Dynamo continue a graph after a break inside a called function.
+
+    Do nothing in torch 2.11, which would then look up names in the wrong module.
+    """
     if torch.__version__ >= "2.13":
         dynamo_config().nested_graph_breaks = True
 
@@ -96,7 +99,7 @@ def can_compile_checkpoints() -> bool:
 
 
 def zero_size_script_objects() -> dict[str, bool]:
-    """Return AOTAutograd's settings by which a device mesh in a graph takes no memory if it is saved."""
+    """Return the settings of AOTAutograd that let a device mesh that a graph saves count as no memory."""
     name = "unsafe_treat_script_objects_as_zero_size"
     return {name: True} if hasattr(functorch_config(), name) else {}  # graphs of torch 2.11 contain no meshes
 

@@ -98,9 +98,10 @@ def clear_sharding_cache() -> None:
 
 @contextmanager
 def watch_shape_propagation(context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    """In the body, DTensor runs each operator on fake tensors of global shape, which it does once per shape, in `context()`.
+    """In the body, enter `context()` whenever DTensor propagates shapes.
 
-    These tensors would otherwise look like tensors of a model on fake tensors.
+    To propagate shapes, DTensor runs an operator on fake tensors of global shape, once for each shape. A recorder would
+    mistake them for tensors of a model that runs on fake tensors.
     """
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
     propagate = propagator._propagate_tensor_meta_non_cached

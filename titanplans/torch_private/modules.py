@@ -30,7 +30,7 @@ def checkpointed(wrapper: nn.Module) -> nn.Module:
 
 
 COMPILED_CALL = "_compiled_call_impl"
-"""The attribute of a module with the function that a call runs instead of its hooks and its forward."""
+"""The attribute of a module with the function that a call of the module runs instead of the hooks and the forward."""
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:

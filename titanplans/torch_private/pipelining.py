@@ -114,7 +114,7 @@ def _computations(actions: Any) -> list[tuple[int, Any, int]]:
     for action in filter(None, actions):  # None: the rank is idle in this step
         if action.computation_type.name == "OVERLAP_F_B":
             computations += _computations(action.sub_actions)
-        # The others are reductions over data-parallel ranks.
+        # All other actions are reductions over data-parallel ranks.
         elif action.computation_type.name not in ("REDUCE_GRAD", "WAIT_REDUCE_GRAD"):
             kind = _KINDS[action.computation_type.name]
             computations.append((action.stage_index, kind, action.microbatch_index))

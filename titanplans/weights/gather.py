@@ -101,7 +101,7 @@ def gather_from_stages(models: Sequence[nn.Module], group: dist.ProcessGroup) ->
         for name, tensor in local_tensors.items()
     }
     meta_by_rank = gather_objects(meta_tensors, group)
-    # In reverse, so that the first rank that holds a tensor wins.
+    # Later entries replace earlier ones, so iterate in reverse to keep the first rank that holds a tensor.
     holder = {name: index for index in reversed(range(group.size())) for name in meta_by_rank[index]}
     tensors = {name: meta for metas in meta_by_rank for name, meta in metas.items()}
     has_rank_0 = dist.get_process_group_ranks(group)[0] == 0

@@ -1,7 +1,7 @@
 """The commands `verify`, `list` and `async-tp`. Exit status:
 
-0          proved; everything fused that can be; or printed
-1          proved wrong; or not everything fused
+0          verify: proved; async-tp: everything is fused that can be fused; list: printed
+1          verify: the plan is wrong; async-tp: something is not fused that can be fused
 2          the command can't be run as written; one line says why
 128 + N    stopped by signal N
 """

@@ -224,7 +224,7 @@ def _count(
             backward(logits, labels, labels.numel())
 
         if options.degrees.cp > 1:
-            # The first forward exchanges each projection of a mixer separately, later ones all together.
+            # The first forward exchanges each projection of a mixer separately; later forwards exchange them together.
             call(split, inputs)
         return count_communication(split, applied, run, options)
 

@@ -116,8 +116,10 @@ def _header(outcome: Outcome) -> list[str]:
 
 
 def _communication(outcome: Outcome) -> list[str]:
-    """Return a table of collectives with and without sequence and context parallelism; for other cases only needless
-    ones."""
+    """Return a table of collectives for each combination of sequence and context parallelism.
+
+    For further options with the same combination, list only the collectives that are not needed.
+    """
     lines: list[str] = []
     shown: set[tuple[bool, bool]] = set()
     for options, communication in outcome.counts:
@@ -162,7 +164,7 @@ def subject_result(index: int, outcome: Outcome) -> SubjectResult:
 
 
 class Results:
-    """The latest result of each subject of a command, which rank 0 writes and prints. `show` is a function of `progress`."""
+    """The latest result of each subject of a command, which rank 0 writes and prints. `show` is what `progress` yields."""
 
     def __init__(self, request: Namespace, names: list[str], rank: int, show: Callable[..., None]):
         self.request, self.names, self.rank, self.show = request, names, rank, show

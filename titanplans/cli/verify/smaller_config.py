@@ -179,7 +179,8 @@ def kind(block: nn.Module) -> Any:
 def plans(model: nn.Module, subject: Subject) -> list[Any]:
     """Return the classes and attributes of each block's styles, in every case that the plan of `subject` accepts.
 
-    Styles whose behaviour depends on the index of the block only when the model runs are not distinguished.
+    A style that uses the index of its block only when the model runs is not distinguished from the same style in another
+    block.
     """
     blocks = find_decoder(model, required=False).blocks
     by_block: list[list[Any]] = [[] for _ in blocks]

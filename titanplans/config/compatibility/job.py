@@ -174,8 +174,8 @@ def _data(job: Any) -> Refusals:
     if job.quantize.linear.float8.recipe_name is not None and tokens % 16:
         yield (
             "training.local_batch_size",
-            f"times training.seq_len = {t.seq_len} is {tokens} tokens, but float8 needs a multiple of 16; "
-            f"{near_multiples(tokens, 16)} would work",
+            f"with training.seq_len = {t.seq_len} a batch has {tokens} tokens, but float8 needs a multiple of 16; "
+            f"{near_multiples(tokens, 16)} tokens would work",
         )
     sources = job.data.sources
     templates = {each.chat.chat_template or "the tokenizer's" for each in sources if each.chat.enable}

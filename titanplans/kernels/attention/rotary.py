@@ -48,7 +48,10 @@ def rotary_embedding(
 def _positions(
     x: torch.Tensor, table_length: int, offsets: int | torch.Tensor, cu_seqlens: torch.Tensor | None
 ) -> tuple[slice | torch.Tensor, torch.Tensor | None]:
-    """Return each token's position, clamped to the table, and a mask of positions in the table; None if all are."""
+    """Return each token's position, clamped to the table, and a mask that is True where the position is in the table.
+
+    The mask is None if all tokens have their position in the table.
+    """
     seq_len = x.shape[1]
     if cu_seqlens is None and isinstance(offsets, int):
         return slice(offsets, offsets + seq_len), None

@@ -41,7 +41,7 @@ def layer_norm_linear(
     linear_bias: torch.Tensor | None,
     *options: Any,
 ) -> Normed:
-    """Return a linear layer, applied to the result of `layer_norm`, which gets the `options`."""
+    """Apply a linear layer to the result of `layer_norm`, to which `options` are passed."""
     return _linear(layer_norm(x, norm_weight, norm_bias, *options), linear_weight, linear_bias)
 
 
@@ -72,7 +72,7 @@ def layer_norm_gated_linear(
     linear_bias: torch.Tensor | None,
     *options: Any,
 ) -> Normed:
-    """Return a linear layer, applied to the result of `layer_norm_gated` with silu, which gets the `options`."""
+    """Apply a linear layer to the result of `layer_norm_gated` with silu, to which `options` are passed."""
     y = layer_norm_gated(x, g, norm_weight, norm_bias, "swish", *options)
     return _linear(y, linear_weight, linear_bias)
 

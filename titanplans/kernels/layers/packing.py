@@ -62,7 +62,8 @@ def by_sequence(
     groups: dict[int, list[int]] = {}
     for n, (first, end) in enumerate(pairwise(bounds)):
         groups.setdefault(max(end - first, 1).bit_length(), []).append(n)
-    # `source`: the token at each position of all batches, `tokens` for padding. `position`: the inverse.
+    # `source` has, for each position in the concatenated batches, the index of the token there, or `tokens` for padding.
+    # `position` is the inverse: for each token, its position in the concatenated batches.
     position, source, shapes = [0] * tokens, [], []
     for members in groups.values():
         length = max(max(bounds[n + 1] - bounds[n] for n in members), 1)

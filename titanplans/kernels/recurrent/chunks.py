@@ -1,4 +1,4 @@
-"""Chunked linear attention with decays and rank-one corrections, as few operators, mostly matrix products.
+"""Chunked linear attention with decays and rank-one corrections, computed by few operators, mostly matrix products.
 
     S_t = diag(exp(g_t)) S_(t-1) + b_t (a_t^T S_(t-1)) + k_t v_t^T,     o_t = q_t^T S_t        S [K, V], for each head
 
@@ -76,7 +76,8 @@ def linear_attention(
         right_side = torch.cat([_products(a, k, before) @ v, a * before.from_start], -1)
         system = -_products(a, b, before)
         solution = torch.linalg.solve_triangular(system, right_side, upper=False, unitriangular=True)
-        u, u_of_state = solution.split([values, keys], -1)  # u = u + u_of_state @ (initial state)
+        # u_t is the sum of `u` and `u_of_state` @ (initial state).
+        u, u_of_state = solution.split([values, keys], -1)
         scores, writes = _products(q, b, decays), _writes(b, decays)
         outputs, reads, added = outputs + scores @ u, reads + scores @ u_of_state, added + writes @ u
         corrections = [*zip(u_of_state.unbind(2), writes.unbind(2), strict=True)]

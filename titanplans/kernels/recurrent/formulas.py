@@ -78,8 +78,8 @@ def comba(
 ) -> Result:
     """S = e^g S + k (beta (v - S^T p))^T, o = scale S^T q; p is k by default.
 
-    The S that p reads has not decayed yet, as in FLA's kernels and in `naive_chunk_comba`, but not in
-    `naive_recurrent_comba`.
+    The S that p reads has not decayed yet, as in FLA's kernels and in `naive_chunk_comba`. In `naive_recurrent_comba` it
+    has.
     """
     q, k, p = (_repeat_heads(x, v.shape[2]) for x in (q, k, k if p is None else p))
     write = k * beta[..., None]
@@ -102,7 +102,7 @@ def gated_delta_product(
     """
 
     def at_step(x: Tensor, step: int) -> Tensor:
-        """Return x [B, T, ...] at one step of each token, and zeros at the others: [B, T num, ...]."""
+        """Return [B, T num, ...]: x [B, T, ...] at this step of each token, and zeros at the token's other steps."""
         after = num_householder - 1 - step
         return F.pad(x[:, :, None], (*(0, 0) * (x.dim() - 2), step, after)).flatten(1, 2)
 

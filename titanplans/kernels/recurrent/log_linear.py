@@ -11,7 +11,7 @@ from titanplans.kernels.recurrent.chunks import between
 
 
 class Past(NamedTuple):
-    """The state: all earlier inputs [B, T, ...], from which each call computes again."""
+    """The state: the inputs [B, T, ...] of all earlier tokens, from which each call computes all outputs again."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -76,7 +76,7 @@ def log_linear_mamba2_forward(
 
     last_state = get_layer_cache(mixer, past_key_values)
     m: Any = mixer
-    # From a config.json it is a list, but FLA compares it with a tuple.
+    # `dt_limit` is a list if it is from a config.json, but FLA compares it with a tuple.
     m.dt_limit = tuple(m.dt_limit)
     output, conv_state, state = m.cuda_kernels_forward(hidden_states, last_state, use_cache, attention_mask)
     update_layer_cache(

@@ -3,8 +3,9 @@
     S_t = e_t S_(t-1) + dt_t (s_t b_t x_t^T + (1 - s_t) e_t b_(t-1) x_(t-1)^T),     y_t = S_t^T c_t + D x_t
 
 with e_t = exp(dt_t a_t) and s_t = sigmoid(trap_t). b and c are rotated by the cumulative sum of pi dt_t tanh(angle_t), in
-pairs of channels: (2i, 2i + 1) with one rank (SISO), (i, i + N / 2) with several (MIMO). FLA calls kernels of mamba_ssm,
-which need a GPU. Tests compare with the quadratic form in mamba_ssm's tests.
+pairs of channels: (2i, 2i + 1) with one rank (SISO), (i, i + N / 2) with several (MIMO). A rank here is one of the R inputs
+and outputs of a head, not a process. FLA calls kernels of mamba_ssm, which need a GPU. Tests compare with the quadratic form
+in mamba_ssm's tests.
 """
 
 import math
@@ -122,7 +123,7 @@ def mamba3_forward(
     cu_seqlens: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None, Any]:
-    """Replace `Mamba3.forward`. Its cache has all earlier hidden states [B, T, D], from which each call computes again."""
+    """Replace `Mamba3.forward`. The cache has all earlier hidden states [B, T, D], and each call runs on all of them."""
     from fla.layers.utils import get_layer_cache, repad_hidden_states, unpad_hidden_states, update_layer_cache
 
     m: Any = mixer

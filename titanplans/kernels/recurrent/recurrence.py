@@ -37,7 +37,7 @@ _OVER_TIME = (
     "beta_atk",
     "delta",
 )
-"""Names of inputs [B, T, ...]; first those with exactly one step per token."""
+"""Names of inputs [B, T, ...]. Inputs that have exactly one step per token come first, as `by_sequence` requires."""
 _STATES = ("initial_state", "initial_A_state", "h_kk_init", "h_kv_init")
 _NORMED = ("q", "k", "p")
 """Inputs that `use_qk_l2norm_in_kernel` normalizes."""
@@ -134,7 +134,7 @@ def _compute(
 
 
 def _preprocess(inputs: dict[str, torch.Tensor], arguments: dict[str, Any]) -> None:
-    """Apply the preprocessing of kernels that `arguments` request to `inputs`, and remove those arguments, in place."""
+    """Preprocess `inputs` in place, as `arguments` ask a kernel to do, and remove the arguments that ask for it."""
     if arguments.pop("use_qk_l2norm_in_kernel", False):
         inputs |= {name: l2norm(x) for name, x in inputs.items() if name in _NORMED}
     if arguments.pop("use_beta_sigmoid_in_kernel", False):

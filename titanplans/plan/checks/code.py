@@ -66,7 +66,7 @@ def _check(model: nn.Module, name: str, fault: tuple[str, str] | None, hook: str
     if fault is not None:
         attribute, reason = fault
         module = f"{name or 'the model'} ({type(model.get_submodule(name)).__name__})"
-        raise PlanError(f"{module}: its plan's {hook} name '{attribute}', but {reason}")
+        raise PlanError(f"{module}: its plan's {hook} has '{attribute}', but {reason}")
 
 
 def _misnamed(module: nn.Module, attributes: Mapping[str, Any]) -> tuple[str, str] | None:

@@ -83,8 +83,8 @@ def check_coverage(
     Args:
         plan: the styles by key.
         covered: the names of parameters that have a layout.
-        foreign: the keys with a foreign style. A foreign style declares no layouts, so a parameter that it leaves a plain
-            tensor is found only after it was applied.
+        foreign: the keys with a foreign style. A foreign style declares no layouts, so a parameter that stays a plain tensor
+            under such a style is found only after the style was applied.
         model: not split yet.
         plan_name: the name of the plan in errors.
     """

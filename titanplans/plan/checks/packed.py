@@ -41,7 +41,7 @@ def packed_faults(plan: ResolvedPlan) -> Iterator[tuple[str, str]]:
 
 
 def _experts(plan: ResolvedPlan) -> Iterator[tuple[str, str]]:
-    """Yield each 3-D weight of experts that is twice as wide as the experts' down projection, so that it packs gate and
+    """Yield each 3-D weight of experts that is twice as wide as the experts' down projection: it seems to pack gate and
     up."""
     stacked = [
         e

@@ -51,7 +51,7 @@ def _sum_faults(plan: ResolvedPlan) -> Iterator[Fault]:
     opened = {key: style for key, style in ours.items() if style.opens}
     for entry in plan.entries:
         key, style = entry.key, entry.style
-        # A parameter of the model itself may be used inside the blocks' regions, such as a bound for each layer's gates.
+        # A parameter of the model itself, such as a bound for each layer's gates, may be used inside the blocks' regions.
         for_blocks = entry.parameter is not None and any(within(region, entry.path) for region in opened)
         if style.is_inside_region and not for_blocks and not any(within(key, region) for region in opened):
             yield (

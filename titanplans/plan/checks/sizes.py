@@ -144,7 +144,7 @@ def _widths_of_experts(plan: ResolvedPlan, dtype: torch.dtype | None) -> Iterato
             f"{entry.key}, {type(module).__name__}",
             partial(_fills_rows, width, 16 // size),
             f"leaves a rank with rows in {str(dtype or weight.dtype).removeprefix('torch.')} that are not a multiple of "
-            "16 bytes, as grouped_mm needs, of",
+            "16 bytes, which grouped_mm refuses, in its shard of",
             f", or a width of {next_multiple(width, plan.degree * 16 // size)}, or "
             'model.set_experts_implementation("batched_mm")',
         )

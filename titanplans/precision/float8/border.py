@@ -1,4 +1,4 @@
-"""The border of a region that is crossed in float8: tensors are cast once with the scale of the full tensor, then gathered.
+"""A region's border that tensors cross in float8: a tensor is cast once, with the scale of the full tensor, and gathered.
 
 The border is for the recipe tensorwise, in which a tensor has one scale. torchao's float8 parallel styles do the same for
 DTensors.

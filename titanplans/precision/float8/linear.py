@@ -181,5 +181,5 @@ def _sum_partial(grad: torch.Tensor, split: Split) -> torch.Tensor:
 
 
 def _divide_replicated(result: torch.Tensor, split: Split) -> torch.Tensor:
-    """Divide a gradient that several ranks computed by their number, because it is summed over the ranks later."""
+    """Divide a gradient by the number of ranks that have computed the same gradient, because ranks are summed later."""
     return result if split.operands.replicas == 1 else result / split.operands.replicas

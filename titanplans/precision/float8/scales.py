@@ -26,7 +26,7 @@ def compute_scales_together(model: nn.Module, dtype: torch.dtype | None = None) 
         dtype: dtype of the weights in products (mixed precision); None: the dtype in which they are stored.
     """
     scales = model.__dict__["_float8_scales"] = _Scales(model, dtype)
-    # Prepended, so that it runs before FSDP2's hook, which gathers.
+    # The hook is prepended so that it runs before FSDP2's hook, which gathers the weights.
     model.register_forward_pre_hook(lambda module, args: scales.compute(), prepend=True)
 
 

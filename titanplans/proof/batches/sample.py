@@ -246,10 +246,10 @@ def _padding(model: nn.Module, size: int) -> int | None:
 
 
 def _stratified_ids(shape: tuple[int, ...], size: int, seed: int) -> torch.Tensor:
-    """Return random ids below `size`, shuffled: one from each of as many equal ranges as ids, and 0 and `size` - 1 among
-    them.
+    """Return n random ids below `size`, one from each of n equal ranges, in random order.
 
-    Independent random ids could miss a rank's shard of the vocabulary, or its last rows.
+    The ids 0 and `size` - 1 are always among them. Independent random ids could miss a rank's shard of the vocabulary, or
+    its last rows.
     """
     count = torch.Size(shape).numel()
     generator = torch.Generator().manual_seed(seed)

@@ -45,7 +45,8 @@ def write_script(
         for n, batch in enumerate(scenario.evaluated)
     )
     if scenario.cached and sampler.caches:
-        # Padded on the left, as prompts of different lengths usually are. A cache can't be combined with documents.
+        # The prompt is padded on the left, as prompts of different lengths usually are. It has no documents, since a cache
+        # can't be combined with them.
         preferred = "left" if any(batch.padding for batch in first) else ""
         padding = preferred if preferred in sampler.caches else sampler.caches[0]
         prompt = sampler.tokens(MicroBatch(first[0].size, first[0].length, padding), count + 2, cached=True)

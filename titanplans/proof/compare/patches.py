@@ -27,7 +27,8 @@ def unpatched(model: nn.Module) -> Iterator[None]:
         for name, value in members.items():
             if (value_before := members_before.get(name)) is value or not _is_code(value):
                 continue
-            # A function that is new in a Python module is unused, but a method that is new in a class hides its base's.
+            # A function that is new in a Python module is unused, but a method that is new in a class hides a base
+            # class's method.
             if isinstance(holder, type) or _is_code(value_before):
                 where = f"{holder.__module__}.{holder.__qualname__}" if isinstance(holder, type) else holder
                 raise VerifyError(

@@ -40,7 +40,8 @@ class PipelinedModel(nn.Module):
 
     Args:
         stages: the stages in order, each split by the plan.
-        shared: maps the name in the unsplit model of each parameter that several stages hold to its name in each stage.
+        shared: the parameters that several stages hold. Maps a parameter's name in the unsplit model to its names in the
+            stages, by the stage's index.
         plan: the plan of the unsplit model.
     """
 

@@ -39,7 +39,7 @@ class Recorder:
 
     def __enter__(self) -> "Recorder":
         for name, module in self.model.named_modules():
-            # These hooks run before the plan's hooks on a module's inputs, and after those on its output.
+            # On a module's inputs these hooks run before the plan's hooks, and on its output after the plan's hooks.
             self._handles.append(
                 module.register_forward_pre_hook(
                     lambda *_, name=name: self.running.append(name), prepend=True
@@ -74,7 +74,7 @@ class Recorder:
         tensor = _first_tensor(output)
         if not name or tensor is None or isinstance(tensor, DeferredLogits) or not tensor.is_floating_point():
             return
-        tensor = getattr(tensor, "shard", tensor)  # of a ShardedSequence, its local tokens
+        tensor = getattr(tensor, "shard", tensor)  # a ShardedSequence is recorded by its local tokens
         self._runs[name] += 1
         key = name if self._runs[name] == 1 else f"{name} (run {self._runs[name]})"
         self.order.append(key)
@@ -98,7 +98,7 @@ def gradient_key(key: str) -> str:
 
 
 def module_name(key: str) -> str:
-    """Return the name of the module whose output, or its gradient, has `key`."""
+    """Return the name of the module whose output, or whose output's gradient, has `key`."""
     return key.rstrip("'").partition(" ")[0]
 
 

@@ -59,7 +59,7 @@ def localise(
     """Return the failing `case` with the first wrong tensor of its forward, or else of its backward.
 
     Args:
-        training: the split model's training, recorded; if it failed, only until then.
+        training: the split model's training, recorded; up to the failure if it failed.
         plan: the plan of the unsplit model.
         reference: a recorded reference.
         world: every rank of it calls this.
@@ -103,7 +103,7 @@ class _Search:
     options: TPOptions
 
     def __post_init__(self) -> None:
-        # A rank that failed has recorded less than the others.
+        # A rank that failed has recorded fewer tensors than the other ranks.
         recorded = {(point, key) for point, record in self.training.records.items() for key in record.tensors}
         self.common = set.intersection(*self.world.gather_objects(recorded))
 

@@ -15,7 +15,7 @@ from titanplans.torch_private.dtensor import clear_sharding_cache
 def fake_ranks(count: int, cp: int = 1, device_type: str = "cpu") -> Iterator[DeviceMesh]:
     """Yield a mesh of `count` ranks: ("tp",) for `cp` = 1, else ("cp", "tp").
 
-    This process is rank 0, and the others do not exist. Collectives return tensors of the right shape with arbitrary
+    This process is rank 0, and the other ranks do not exist. Collectives return tensors of the right shape with arbitrary
     values.
 
     Raises:

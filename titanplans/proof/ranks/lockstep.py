@@ -11,7 +11,7 @@ _END = "the end of its work"
 
 
 class RanksDiverged(RuntimeError):
-    """The ranks called different collectives, or one on tensors that don't match."""
+    """The ranks called different collectives, or the same collective on tensors that don't match."""
 
 
 class RankStopped(BaseException):
@@ -60,7 +60,7 @@ class Lockstep:
         `ranks`.
 
         `act` runs once, on the last rank to arrive. `what` has the name and the settings of the collective. All ranks fail
-        if it differs between them, or if all ranks wait and no collective is complete (a deadlock).
+        if `what` differs between the ranks, or if all ranks wait and no collective is complete (a deadlock).
         """
         outcome = self._arrive(rank, _Arrival(self._all if ranks is None else ranks, what, value, act))
         if self._failure is not None:
@@ -126,8 +126,8 @@ class Lockstep:
         return self._outcomes.pop(rank, _Outcome())
 
     def _run_collective(self, ranks: tuple[int, ...]) -> None:
-        """Run the collective of `ranks`; the last rank to arrive calls this. Release these ranks; if it fails, release all
-        ranks."""
+        """Run the collective of `ranks`; the last rank to arrive calls this. Release these ranks; if the collective fails,
+        release all ranks."""
         arrivals = [self._waiting[rank] for rank in ranks]
         whats = [arrival.what for arrival in arrivals]
         end_depths = [what[1] for what in whats if what[0] == _END]

@@ -127,7 +127,7 @@ def _may_skip_other_replica(collective: Any) -> bool:
 
 class _Barrier:
     def work(self, data: list) -> None:
-        pass  # the ranks have met
+        pass  # nothing is left to do once all ranks have arrived
 
 
 _COLLECTIVES = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger", "torch.overrides")

@@ -1,7 +1,7 @@
 """Ranks that are threads of this process, with real local tensors and real collectives. Start at `Pool`.
 
 One rank runs at a time, from one collective to the next, in rank order. So global state of the process is never half
-changed, runs are reproducible, and a rank that fails ends the others at their next collective. Each thread has its own
+changed, runs are reproducible, and a rank that fails ends the other ranks at their next collective. Each thread has its own
 autograd, grad mode and function modes, and for a model with dropout its own state of the default generator. All other
 global state is shared.
 
