@@ -202,7 +202,7 @@ def main(argv: list[str] | None = None) -> int:
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run in tiny sizes"
     )
     parser.add_argument(
-        "--page", type=Path, help="default: docs/gpu/<device>.md, of a dry run outputs/gpu-day.md"
+        "--page", type=Path, help="default: docs/gpu/<device>.md; in a dry run outputs/gpu-day.md"
     )
     options = parser.parse_args(argv)
     machine = machine_of(options.device, options.models, options.quick)

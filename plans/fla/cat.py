@@ -25,8 +25,8 @@ class CATPlan(MixerPlan):
             cp = self.options.degrees.cp
             remedy = "set sequence_parallel = False" if cp <= 2 else "set context_parallel_degree to 1 or 2"
             raise PlanError(
-                "CAT makes chunks x (chunk_size + 2) + 2 tokens from a sequence, which can't be split equally over "
-                f"{shards} ranks at every chunk size: {remedy}"
+                "CAT turns a sequence into chunks * (chunk_size + 2) + 2 tokens, which can't be sharded equally over "
+                f"{shards} ranks for every chunk size: {remedy}"
             )
         plan, base = super().model_plan(model), find_decoder(model).base
         separators = [f"{base}.{name}" for name in ("separator", "adaptive_token")]

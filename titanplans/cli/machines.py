@@ -18,8 +18,8 @@ def add_machine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nodes",
         metavar="N",
-        help="number of machines, all of whose GPUs are used; default: only as many GPUs as the degrees need, or, if the "
-        "shard degree is -1, the fewest machines whose GPUs are a multiple of that number",
+        help="number of machines, all of whose GPUs are used; default: as many GPUs as the product of the degrees. If the "
+        "shard degree is -1: the fewest machines whose number of GPUs is a multiple of the product of the other degrees",
     )
     add_hardware_option(parser)
 

@@ -296,8 +296,8 @@ def assumptions(job: JobConfig) -> list[str]:
         notes.append(f"compile: not modelled with compile.backend = {show(c.backend)}; {_WITHOUT_COMPILE}")
     elif c.enable:
         notes.append(
-            "compile: the job's graphs are traced, and which of their operators become one kernel is decided by Inductor's "
-            "rules, not by Inductor"
+            "compile: the job's graphs are traced; which of their operators become one kernel follows from rules like "
+            "Inductor's, and Inductor does not run"
         )
         ignored = [f"compile.{name}" for name in ("mode", "options") if getattr(c, name) is not None]
         if ignored:

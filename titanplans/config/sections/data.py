@@ -48,8 +48,8 @@ class Chat(
     """Key of a message's text; unset: "content", or "value" under format = "sharegpt"."""
 
     roles: dict[str, Name] | None = None
-    """The chat template's role for each role in the data; other roles are refused. Under format = "sharegpt" they are
-    added to the roles of that format."""
+    """The chat template's role for each role in the data; other roles are refused. Under format = "sharegpt" this table
+    extends the table of that format."""
 
     prompt_column: Name | None = None
     """Column or field with the prompt (a string or a list of messages), for rows without a list of messages; unset: "prompt"

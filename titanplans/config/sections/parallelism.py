@@ -79,8 +79,8 @@ class TensorParallel(Options):
 
     expert_capacity_factor: PositiveFloat | None = None
     """Under expert parallelism: an expert takes from each rank at most this factor times the mean number of tokens per
-    expert. Tokens above this limit, the last ones for this expert in the rank's batch, are dropped for this expert.
-    Unset: no token is dropped."""
+    expert. Of the rank's tokens for this expert, those above this limit, the last ones in the batch, skip the expert.
+    Unset: no token skips an expert."""
 
     enable_async_tensor_parallel: bool = False
     """Overlap tensor-parallel communication with the matrix products (CUDA, compiled model, sequence parallel)."""
@@ -135,8 +135,8 @@ class FSDP2(Options):
     "root" is needed if some ranks' batches have images and others' have none."""
 
     fsdp_defer_grad_sync: Literal["all", "replicas", "nothing"] = "nothing"
-    """Gradient reductions that are deferred to the last accumulated batch: none ("nothing"), under HSDP the reductions
-    over replicas ("replicas"), or all ("all"; each rank then holds full gradients)."""
+    """Gradient reductions that are deferred to the last accumulated batch. "all": each rank then holds full gradients;
+    "replicas": under HSDP, the reductions over replicas; "nothing": each batch reduces its gradients."""
 
     fsdp_keep_gathered: bool = False
     """Keep weights gathered from one accumulated batch to the next; each rank then holds full weights."""
@@ -247,12 +247,12 @@ class ActivationCheckpoint(
     "namespace::name"."""
 
     per_op_sac_force_recompute_mm_shapes_by_fqns: Strings = ()
-    """Under selective_ac_option = "op": parts of names of Linear modules; matrix products with weights of the same shapes
-    as the weights of these modules are always recomputed."""
+    """Under selective_ac_option = "op": recompute the matrix products of each Linear whose name contains one of these
+    strings, and all matrix products with a weight of the same shape as one of theirs."""
 
     memory_budget: Fraction = 0.5
-    """Under mode = "memory_budget": fraction of the activation memory that may be kept. 0: everything in a compiled
-    region is recomputed; 1: only what the compiler recomputes by default."""
+    """Under mode = "memory_budget": fraction of the activation memory that may be kept. 0: a compiled region keeps
+    nothing and recomputes everything; 1: it recomputes only what the compiler recomputes without a budget."""
 
     visualize_memory_budget_pareto: bool = False
     """Under mode = "memory_budget": plot time against memory for budgets from 0 to 1, into

@@ -39,7 +39,7 @@ class ParameterGroup:
         count = sum(parameter.numel() for parameter in self.parameters.values())
         settings = ", ".join(f"{name} {show(value)}" for name, value in self.settings.items())
         tensors = f"{len(self.parameters)} parameter{'s' * (len(self.parameters) != 1)}"
-        return f"{self.optimizer}: {tensors} of {count:,} numbers, {self.where}; {settings}"
+        return f"{self.optimizer}: {tensors} ({count:,} elements), {self.where}; {settings}"
 
 
 def group_parameters(model: nn.Module, options: Optimizer) -> list[ParameterGroup]:
