@@ -247,7 +247,9 @@ def print_summary(runs: Sequence[dict[str, str]], results: Sequence[Result]) -> 
     for compiled in (False, True):
         errors = [each.error for each in rest if is_compiled(each.run) == compiled]
         print(f"| torchtitan's runs {'with' if compiled else 'without'} compile | {summary(errors)} |")
-    print("\nEach size of model is left out of a fit, and this fit is judged on the size alone:\n")
+    print(
+        "\nFor each size of model the efficiencies are fitted on all other sizes, and then judged on this size:\n"
+    )
     print("| | size | runs | median error | worst |\n|---|---|--:|--:|--:|", *lines, sep="\n")
 
 
