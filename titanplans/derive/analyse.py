@@ -38,7 +38,7 @@ class RegionSplit:
         counts: the attributes of its code that count units.
         head_name: the attribute that counts its units, by dotted name; None: no attribute does.
         shared_head_name: the attribute that counts heads that units share, such as key/value heads; None: there are none.
-        closes: whether its output is that of its only output projection, a Linear, which can sum over the ranks itself.
+        closes: whether it returns the output of its only output projection, a Linear, so that this can sum over the ranks.
         reason: why it is not split.
     """
 
@@ -83,7 +83,7 @@ class ModelSplit:
         calls: the first calls of its modules.
         blocks: its blocks.
         functions: the functions of its code that compute values for each head, which mixers get as arguments, by the name
-            under which it calls them, with the number of heads.
+            under which the code calls them, with the number of heads.
     """
 
     model: nn.Module
@@ -200,7 +200,7 @@ def split_region(region: RecordedRegion) -> RegionSplit:
 
 
 def _closes(split: SlicedRegion) -> bool:
-    """Return whether the region returns its only output projection's output, which nothing else is added to."""
+    """Return whether the region returns the output of its only output projection, with nothing added to it."""
     found = split.findings
     if len(found.outputs) != 1:
         return False
@@ -218,8 +218,8 @@ def _closes(split: SlicedRegion) -> bool:
 def integers(module: nn.Module) -> dict[str, int]:
     """Return the integer attributes above 1 of a module and of its config, by dotted name.
 
-    If none of these attributes counts heads, those of inner modules that have children are returned, too, since some mixers
-    only wrap another mixer.
+    If none of these attributes counts heads, the attributes of inner modules with children are returned, too, since some
+    mixers only wrap another mixer.
     """
     found = _integers(module)
     config = getattr(module, "config", None)
@@ -247,8 +247,8 @@ def _choose_units(
     """Return the number of units, and the attribute that counts them.
 
     An MLP has as many units as possible. A mixer has as many units as heads, which an attribute counts. If several
-    attributes could, the usual names of query heads come first, then other names of heads, then any count. Without such an
-    attribute every channel is a unit.
+    attributes have such a value, the usual names of query heads come first, then other names of heads, then any count.
+    Without such an attribute every channel is a unit.
     """
     options = sorted(layouts, reverse=True)
     if not mixes_tokens:

@@ -1,4 +1,4 @@
-"""Shorten a derived class: derive it from the registered plan from which it differs least. Start at `shorten`."""
+"""Shorten a derived class: make it a subclass of the registered plan from which it differs least. Start at `shorten`."""
 
 import ast
 import re
@@ -21,11 +21,11 @@ _DEGREES = (Degrees(tp=2, dp_shard=1), Degrees(tp=4, dp_shard=1), Degrees(tp=2, 
 """Degrees at which two plans are compared."""
 
 _NOT_COMPARED = re.compile(r"(input_name|float8_input|interleaved)=[^,)]*(, )?")
-"""Arguments of styles that a derived plan may have in another form: a proof of the shortened class follows."""
+"""Arguments of styles that may differ although the plans are equivalent; the shortened class is proved afterwards."""
 
 
 def shorten(source: Source, plan: type[TPPlan], model: nn.Module, exclude: Iterable[str] = ()) -> Source:
-    """Return the source with the registered plan as its base that leaves the fewest lines to write.
+    """Return the source as a subclass of the registered plan that leaves the fewest lines to write.
 
     Args:
         source: the source of a class whose base is TPPlan.
@@ -43,7 +43,7 @@ def shorten(source: Source, plan: type[TPPlan], model: nn.Module, exclude: Itera
         try:
             inherited = _results(base, model)
         except _ERRORS:
-            inherited = {}  # it does not fit this model, but the class may override what does not
+            inherited = {}  # the base does not fit this model, but the class may override the methods that do not fit
         kept = {
             method: lines
             for method, lines in source.methods.items()
@@ -61,7 +61,7 @@ def shorten(source: Source, plan: type[TPPlan], model: nn.Module, exclude: Itera
 
 
 def _is_importable(cls: type[TPPlan]) -> bool:
-    """Return whether a file can import the class, which one of a script or inside a function can't be."""
+    """Return whether a file can import the class; classes of a script or inside a function can't be imported."""
     module = sys.modules.get(cls.__module__)
     return cls.__module__ != "__main__" and getattr(module, cls.__name__, None) is cls
 

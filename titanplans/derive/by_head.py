@@ -22,7 +22,7 @@ _RANKS = 2
 
 
 def called_functions(cls: type[nn.Module]) -> dict[str, Any]:
-    """Return the functions that the code of a class calls by a name of its file, by this name."""
+    """Return the functions that the code of a class calls by a global name of its file, by this name."""
     found: dict[str, Any] = {}
     for method in methods(cls).values():
         code = inspect.unwrap(method)
@@ -32,7 +32,7 @@ def called_functions(cls: type[nn.Module]) -> dict[str, Any]:
 
 
 def split_arguments(split: SlicedRegion) -> list[str]:
-    """Return the names of the arguments of a region of which each unit uses another slice."""
+    """Return the names of a region's arguments that are split: each unit uses another slice."""
     sharded = [name for name in float_argument_names(split.findings.region) if name in split.layout.sharded]
     return [name.removeprefix(ARGUMENT).rpartition(" ")[0] for name in sharded]
 
@@ -51,7 +51,7 @@ def find_functions(
     Args:
         model: the unsplit model.
         blocks: the names of its blocks.
-        regions: the regions with arguments that are split by their names in the model.
+        regions: the regions that have split arguments, by the region's name in the model.
         runs: call the model with different batches, which its code may treat differently.
 
     Returns:
@@ -72,7 +72,7 @@ def find_functions(
         try:
             arguments = _Arguments(model, regions, run)
         except ERRORS:
-            continue  # the model can't be called so
+            continue  # the model can't be called with this batch
         by_head = {
             name: heads
             for heads in dict.fromkeys(split.units for split in regions.values())
@@ -108,18 +108,18 @@ class _Arguments:
         finally:
             sys.setprofile(before)
         self._unsplit = {name: self._of_region(name, calls) for name in regions}
-        # So that the model runs with arguments that do not fit the unsplit regions.
+        # Unsplit regions do not run with the arguments of a rank, so they return their recorded outputs.
         for name in regions:
             return_constant(self._model.get_submodule(name), calls[name].output)
 
     def are_split(self, functions: Mapping[str, int]) -> bool | None:
-        """Return whether all arguments are split that have to be, if functions return only a rank's heads.
+        """Return whether every argument that has to be split is split, if `functions` return only a rank's heads.
 
         Args:
             functions: the number of heads by the name of the function.
 
         Returns:
-            None if no argument is split, or if one changes in another way.
+            None if no argument is split, or if an argument changes in any other way.
         """
         all_are_split, any_is_split = True, False
         for rank in range(_RANKS):
@@ -159,7 +159,7 @@ class _Arguments:
 def _slice_of_rank(split: SlicedRegion, argument: str, x: torch.Tensor, rank: int) -> torch.Tensor | None:
     """Return the rows of an argument that a rank uses; None if it uses all of them."""
     names = float_argument_names(split.findings.region)
-    # By name without the position, since another batch may have other arguments besides, such as a mask.
+    # Without the position, since a call with another batch may have further arguments, such as a mask.
     name = next(
         (
             name

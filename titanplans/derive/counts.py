@@ -23,9 +23,9 @@ from titanplans.split.local_code import set_attributes
 _TOLERANCE = 1e-9
 """Largest difference of the ranks' sum from the output, relative to the largest element. The sums are in float64."""
 ERRORS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, ZeroDivisionError)
-"""What code may raise that gets slices of its parameters, and counts that do not fit them."""
+"""What code may raise when it gets slices of its parameters, and counts that do not fit these slices."""
 _MOST_RUNS = 300
-"""Sets of attributes that are tried, before a region counts as not derived."""
+"""The most sets of attributes that are tried for a region; then the region is not derived."""
 
 
 @dataclass(frozen=True)
@@ -144,8 +144,8 @@ class Counts:
     Attributes:
         values: the attributes' values in the unsplit region, by dotted name.
         parts: the sections whose rows an attribute counts, if it counts rows of several sections.
-        shared: attributes that count heads which ranks share if there are fewer of them than ranks, or rows of them, with
-            the number of these heads.
+        shared: attributes that count shared heads, or rows of shared heads, with the number of these heads. If there are
+            fewer shared heads than ranks, several ranks use the same head.
     """
 
     values: Mapping[str, int]
@@ -220,9 +220,9 @@ def find_counts(split: SlicedRegion, ranks: int = 2) -> Counts:
 
 
 def find_shared_counts(split: SlicedRegion, counts: Counts, heads: int) -> dict[str, int]:
-    """Return which of `counts` count `heads` shared heads, or rows of them, with the number of heads.
+    """Return which of `counts` count the `heads` shared heads, or rows of these heads, with the number of heads.
 
-    They are those with which the sum is right for twice as many ranks as heads, of which two share each head.
+    With these attributes the sum is right for twice as many ranks as heads, where two ranks share each head.
 
     Raises:
         NotDerived: with no such choice do the ranks' outputs sum to the output of the unsplit module.
@@ -265,7 +265,7 @@ def _sizes(split: SlicedRegion) -> set[int]:
 
 
 def _sums_of_sections(split: SlicedRegion) -> dict[int, Sequence[Section]]:
-    """Return consecutive sections that are divided differently, by the sum of their rows."""
+    """Return runs of consecutive sections with different numbers of slices, by the total of their rows."""
     sums: dict[int, Sequence[Section]] = {}
     for _, sections in split.layout.sharded.values():
         for first, end in itertools.combinations(range(len(sections) + 1), 2):

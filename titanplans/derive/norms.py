@@ -27,7 +27,7 @@ class SplitNormKind(NamedTuple):
         style: "split_norm" for a root-mean-square norm, whose statistic is summed over the ranks; "gathered_in_region"
             for any other norm.
         gate: for a norm with a gate: whether the gate is multiplied "before" the norm or "after" it; None: no gate.
-        groups: number of norms side by side.
+        groups: number of groups into which the width is divided; each group is normalised separately.
         counts: what attributes of the norm's code count, by name. A rank sets them to the values of its slice.
     """
 
@@ -101,7 +101,7 @@ def _kind(findings: Findings, name: str, norm: Norm) -> SplitNormKind:
 
 
 def _with_counts(findings: Findings, name: str, kind: SplitNormKind, units: int) -> SplitNormKind:
-    """Return the kind with the fewest counts with which the norm's code is right on a rank's slice, for all ranks' numbers.
+    """Return the kind with the fewest counts that make the norm's code right on a rank's slice, for any number of ranks.
 
     Without such counts the norm is gathered.
     """

@@ -1,8 +1,8 @@
 """Find how a region can be split, from gradients alone: `probe`.
 
-1. Output projections: weights of which row k alone makes feature k of the output, and affinely.
-2. Reach: with only some input columns of one output projection kept, the gradient of a random cotangent is exactly nonzero
-   in the parameters that these columns depend on. Statistics of norms are held constant meanwhile.
+1. Output projections: weights whose row k alone determines feature k of the output, which is affine in it.
+2. Reach: with only some input columns of one output projection kept, the gradient of a random cotangent is nonzero exactly
+   in the parameters that these columns depend on. Meanwhile the statistics of norms are held constant.
 3. Units: the columns are divided into as many equal groups as possible, so that the rows of every parameter are used by the
    units in order, see `sections`.
 """
@@ -119,7 +119,7 @@ class Findings:
 def probe(region: RecordedRegion) -> Findings:
     """Return how `region` can be split.
 
-    A Linear in the region is taken for an inner sum if more parameters can be sharded then.
+    A Linear in the region is treated as an inner sum if more parameters can then be sharded.
 
     Raises:
         NotDerived: it has no output projection, or no number of units gives every parameter a layout.
@@ -189,7 +189,7 @@ def float_argument_names(region: RecordedRegion) -> list[str]:
 
 
 def _diagonal(region: RecordedRegion) -> dict[str, int]:
-    """Return the parameters, with a dimension, of which row k alone makes feature k of the output, and affinely."""
+    """Return the parameters whose row k alone determines feature k of the output, affinely, with the rows' dimension."""
     parameters = dict(region.module.named_parameters())
     hidden_size = region.run().shape[-1]
     found: dict[tuple[str, int], int] = {}
@@ -248,7 +248,7 @@ def _outputs_and_summands(
         else:
             inputs = next(i for i in reversed(range(ndim)) if i != dim and (ndim == 2 or i > 0))
             outputs[name] = OutputProjection(dim, inputs)
-    # A factor of the output, such as a layer scale, is affine in it, too, but changes nothing if the projections are zero.
+    # The output is also affine in its factors, such as a layer scale; but these change nothing if the projections are zero.
     with _zeroed(region, outputs), torch.no_grad():
         before = region.run()
         for name in list(summands):
@@ -408,7 +408,7 @@ def _layout(
             )
             for dims in users
         ]
-        # None if one output projection uses all of it and another a part, or if two use different parts.
+        # No layout if one output projection uses the full leaf and another one a slice, or if two use different slices.
         if choices[0] is None or any(choice != choices[0] for choice in choices):
             return None
         sharded[name] = choices[0]

@@ -1,4 +1,4 @@
-"""How rows of a parameter belong to units, such as heads: from which units use each row to sections of even slices."""
+"""Find sections of a parameter's rows, given which units use each row. A unit is, for example, a head."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,8 +8,8 @@ class Section(NamedTuple):
     """Consecutive rows of a parameter that are split evenly over units.
 
     Attributes:
-        rows: their count.
-        slices: number of equal, consecutive slices, each used by as many units. 1: all units use all rows.
+        rows: the number of rows.
+        slices: number of equal, consecutive slices, each used by the same number of units. 1: all units use all rows.
     """
 
     rows: int
@@ -26,7 +26,7 @@ class Section(NamedTuple):
 
 
 def find_sections(users: Sequence[frozenset[int]], units: int) -> list[Section] | None:
-    """Return the sections of rows, given the units that use each row; None if rows are no even slices in order of units.
+    """Return the sections of rows, given the units that use each row; None if rows are not even slices in order of units.
 
     A row that no unit uses, such as one that a mask removes, belongs to the slice of the row before it.
     """

@@ -149,7 +149,7 @@ def _in_one_line(error: Exception) -> str:
 
 
 def _variants(config: PretrainedConfig, *, second: bool) -> Iterator[dict[str, Any]]:
-    """Yield fields to try: those of the table; then with wider heads, without fewer key/value heads, without a head size."""
+    """Yield fields to try: the table's; then wider heads, as many key/value heads as query heads, no head size."""
     fields = _fields(config.to_dict(), second=second)
     yield fields
     if "head_dim" in fields:  # of a mixer that is twice as wide as the residual stream

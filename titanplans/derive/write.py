@@ -111,7 +111,7 @@ def _wrapped(line: str, width: int = 100) -> list[str]:
             parts.append(line[begin:position].strip())
             begin = position + 1
         if depth == 0:
-            # After a comprehension, which is one part, no comma may stand.
+            # A comprehension is the only part, and must not be followed by a comma.
             comma = "," if len(parts) > 1 else ""
             inner = [
                 wrapped for part in parts if part for wrapped in _wrapped(f"{indent}    {part}{comma}", width)
@@ -171,7 +171,7 @@ class Sizes:
 
 
 _OTHER_MEANINGS = ("layer", "token_id", "vocab", "position", "chunk_size")
-"""Parts of names of integers that are no widths."""
+"""Parts of the names of integers that are not widths."""
 
 
 def _size_attributes(module: nn.Module) -> dict[str, int]:
@@ -226,7 +226,7 @@ class RegionWriter:
         self.sizes = Sizes(derived.module, None if other is None else other.module, self.variable)
         experts = (name for name, module in derived.module.named_modules() if name and interface_of(module))
         self.experts = None if derived.mixes_tokens or not choices.by_expert else next(experts, None)
-        """The name of the module whose experts tokens can be sent to."""
+        """The name of the module of experts to which tokens can be sent; None: there is none."""
 
     def lines(self) -> list[str]:
         """Return the entries of the dict that the method of the plan returns, one per line."""
@@ -268,7 +268,7 @@ class RegionWriter:
         styles: dict[str, str] = {}
         for owner, own in by_owner.items():
             matrices = {name: style for name, style in own.items() if not self._is_output_bias(name)}
-            # The dimension is the matrix's; a vector has only one.
+            # Compared without `dim`, which is the matrix's: a vector has only one dimension.
             plain = {re.sub(r"(, )?dim=\d", "", style) for style in matrices.values()}
             if owner and len(plain) == 1:
                 styles[owner] = matrices[max(matrices, key=lambda name: self.found.parameters[name].ndim)]
@@ -680,7 +680,7 @@ def _names(module: nn.Module) -> set[str]:
 
 
 def _test(variable: str, name: str, others: Iterable[nn.Module]) -> str:
-    """Return the expression whether a module has a submodule or parameter of this name, which none of `others` has."""
+    """Return an expression for whether a module has a submodule or parameter of this name, which none of `others` has."""
     owner, _, last = name.rpartition(".")
     holder = join(variable, owner)
     # Code may set an attribute to None where a module lacks a part that others have.
@@ -690,5 +690,5 @@ def _test(variable: str, name: str, others: Iterable[nn.Module]) -> str:
 
 
 def has_split_arguments(kind: RegionSplit) -> bool:
-    """Return whether units of the region use different parts of an argument, such as a bias by head."""
+    """Return whether units of the region use different slices of an argument, such as a bias by head."""
     return kind.split is not None and bool(split_arguments(kind.split))

@@ -23,9 +23,9 @@ _SMALL_SEGMENT = 2 * MIB
 _LARGE_SEGMENT = 20 * MIB
 """`kLargeBuffer`: the size of a segment for a block below `_LARGE`, and of a page of an expandable segment."""
 _LARGE = 10 * MIB
-"""`kMinLargeAlloc`: a larger block gets a segment of its own."""
+"""`kMinLargeAlloc`: a block of this size or more gets a segment of its own."""
 _LARGE_ROUNDING = 2 * MIB
-"""`kRoundLarge`: the size of such a segment is rounded up to a multiple of it."""
+"""`kRoundLarge`: the size of a segment for one block of `_LARGE` or more is rounded up to a multiple of it."""
 
 _SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """The environment variables with the settings of torch's allocator."""
@@ -60,7 +60,7 @@ class Reserved:
     retries: int = 0
     """How often the device was full, and unused segments were returned to it."""
     is_out_of_memory: bool = False
-    """The memory did not suffice after that either; the replay ended there."""
+    """An allocation failed even after unused segments were returned; the replay ended there."""
 
 
 class _Block:
@@ -75,7 +75,7 @@ class _Block:
 
 
 class _Pool:
-    """The blocks of one stream that are small, or those that are large."""
+    """The small blocks of one stream, or its large blocks."""
 
     def __init__(self, is_small: bool):
         self.is_small = is_small
@@ -115,7 +115,7 @@ class _Allocator:
             if (block := self._new(pool, rounded)) is None:
                 return None
         remaining = block.size - rounded
-        # In the large pool of standard segments, at most this much of a block is left unused.
+        # A large block of a standard segment is split only if more than `_SMALL` remains.
         if remaining >= _ROUNDING if is_small or self.expandable else remaining > _SMALL:
             rest = self._block(remaining, pool)
             rest.before, rest.after, block.size = block, block.after, rounded
@@ -164,7 +164,7 @@ class _Allocator:
         return block
 
     def _new(self, pool: _Pool, size: int) -> _Block | None:
-        """Take memory from the device for a block of at least `size` bytes; None if it has not enough."""
+        """Take memory from the device for a block of at least `size` bytes; None if the device has not enough."""
         last = pool.last
         tail = last.size if self.expandable and last is not None and last.is_free else 0
         if self.expandable:
@@ -192,7 +192,7 @@ class _Allocator:
 
     def _return_unused(self) -> None:
         """Return to the device what no block uses: free segments, or the pages at the end of expandable ones."""
-        # Pages in the middle of an expandable segment could be returned, too. That is left out.
+        # Pages in the middle of an expandable segment could be returned, too, which is not modelled.
         for pool in self.pools.values():
             for _, _, block in list(pool.free):
                 if self.expandable and block is pool.last:

@@ -30,7 +30,7 @@ def main() -> None:
     """Estimate a job."""
     end_with_parent(int(sys.argv[1]))
     os.nice(19)
-    signal.setitimer(signal.ITIMER_PROF, float(sys.argv[2]))  # then SIGPROF ends the process
+    signal.setitimer(signal.ITIMER_PROF, float(sys.argv[2]))  # after this time SIGPROF ends the process
     request = sys.stdin.buffer.read()
     with os.fdopen(os.dup(1), "w") as out:
         os.dup2(2, 1)  # libraries and the user's modules may print
@@ -68,7 +68,7 @@ def estimate(job: JobConfig, world_size: int, device_name: str, memory: int) -> 
 
 
 def warning_of(forecast: "Forecast", *, expandable: bool) -> str:
-    """Return why the fullest rank does not fit into the memory of its GPU, or only just; "" if it fits."""
+    """Return why the fullest rank does not fit into the memory of its GPU, or fits only just; "" if it fits."""
     gpu, retries = forecast.gpu, forecast.retries(expandable)
     if retries == 0:
         return ""

@@ -1,4 +1,4 @@
-"""`Bounds`: times that a step of a layout does not fall below, from samples of other layouts."""
+"""`Bounds`: lower bounds on the time of a step of a layout, computed from samples of other layouts."""
 
 import math
 from collections.abc import Mapping
@@ -11,15 +11,15 @@ from titanplans.foresight.time import ATTENTION, COPIES, KERNELS, OTHERS, PRODUC
 from titanplans.plan.degrees import Degrees
 
 _TIME = 0.99
-"""A bound counts as this part of itself, because other degrees have other latencies."""
+"""Bounds are multiplied by this factor, because other degrees have other latencies."""
 _ARITHMETIC = 0.95
-"""The same for arithmetic, because products of more or fewer tokens take other times."""
+"""The factor for bounds on arithmetic, because the time of a product is not proportional to its tokens."""
 _MEMORY = 0.8
-"""The same for the memory of a sequence, which other layouts may split into fewer bytes."""
+"""The factor for the memory of a sequence, because it may need fewer bytes in other layouts."""
 
 
 class Kind(NamedTuple):
-    """What a sample has in common with the layouts that follow from it."""
+    """What a sample has in common with the layouts that are predicted from it."""
 
     tp: int
     cp: int
@@ -29,7 +29,7 @@ class Kind(NamedTuple):
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """By which of "tp", "cp" and "ep" it shards."""
+        """Those of "tp", "cp" and "ep" whose degree is above 1."""
         return tuple(axis for axis in ("tp", "cp", "ep") if getattr(self, axis) > 1)
 
     def does_no_more_than(self, other: "Kind") -> bool:
@@ -55,7 +55,7 @@ class Bounds:
         self._samples[kind] = sample
 
     def seconds(self, degrees: Degrees, kind: Kind) -> float:
-        """Return a time that a step of such layouts does not fall below; infinite if they don't fit the memory."""
+        """Return a lower bound on the seconds of a step with these degrees; infinite if no batch fits the memory."""
         batches = batches_of(degrees, self._sequences, pipeline := self._pipelines.get(degrees.pp))
         largest = self._largest_batch(degrees, kind, pipeline)
         if not batches or largest < (1 if pipeline is None else pipeline.micro_batch):
@@ -80,13 +80,13 @@ class Bounds:
         return max(seconds + sums * steps * (micro_batches - 1), of_host)
 
     def knows(self, axis: str) -> bool:
-        """Whether a sample tells the collectives of "tp", "cp" or "ep"."""
+        """Whether there is a sample that shards by this axis ("tp", "cp" or "ep") alone."""
         return any(kind.axes == (axis,) for kind in self._samples)
 
     def _arithmetic(self, kind: Kind) -> float:
-        """Return the seconds without waits and collectives, by samples that do no more.
+        """Return a bound on the seconds of computation, from the samples that do no more than `kind`.
 
-        Layouts that shard by the same axes and recompute the same take nearly the same, and another axis adds operators.
+        Layouts with the same axes and the same recomputation take nearly the same time, and another axis adds operators.
         """
         least: dict[tuple[tuple[str, ...], str], float] = {}
         for other, sample in self._samples.items():
@@ -98,7 +98,7 @@ class Bounds:
         return _ARITHMETIC * max(least.values(), default=0.0)
 
     def _in_line(self, axis: str, kind: Kind) -> float:
-        """Return the seconds of the collectives of an axis, by the sample that shards by it alone, over the fewest ranks."""
+        """Bound the seconds of an axis' collectives, from the sample of this axis alone with the least degree."""
         degree = getattr(kind, axis)
         of_axis = [
             (getattr(other, axis), sample)
@@ -116,7 +116,7 @@ class Bounds:
                 for group in (range(0, degree * apart, apart), range(smallest))
             )
             # A rank has `degree` times as many sequences, and receives (degree - 1) / degree of their tokens. In an
-            # all-to-all it exchanges only its own tokens, which are as many in all layouts.
+            # all-to-all it exchanges only its own tokens, whose number is the same in all layouts.
             received = (degree - 1) / (smallest - 1)
             if operation == "all_to_all":
                 received *= smallest / degree
@@ -129,7 +129,7 @@ class Bounds:
         return _TIME * seconds * self._sequences / sample.sequences
 
     def _in_line_of_smaller_degrees(self, kind: Kind) -> float:
-        """Return the most seconds of collectives in samples of which no degree is larger: higher degrees take no less."""
+        """Return the largest time of collectives in samples with no larger degree; higher degrees take no less."""
         seconds = (
             sum(sample.in_line.values()) * self._sequences / sample.sequences
             for other, sample in self._samples.items()
@@ -148,7 +148,7 @@ class Bounds:
         return traffic, min((time.parts.get(COPIES, 0.0) * scale for time, scale in scaled), default=0.0)
 
     def _largest_batch(self, degrees: Degrees, kind: Kind, pipeline: PipelineShape | None) -> float:
-        """Return the sequences that fit the memory at most at a time, if each tensor is split as often as possible."""
+        """Return an upper bound on the sequences that fit the memory at once, as if tp and cp split every tensor."""
         # Only the last stage of a pipeline computes the loss, and there few micro batches are kept.
         of_sequence = max(
             (

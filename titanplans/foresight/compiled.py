@@ -44,7 +44,7 @@ FUSED = "inductor::fused"
 """The name of the operator in the `Work` of a kernel that computes fused operators."""
 
 _LIBRARY = frozenset(("sort", "topk", "kthvalue", "mode", "median"))
-"""Operators that Inductor computes in a kernel of its own only for short dimensions."""
+"""Operators for which Inductor generates a kernel only if the dimension is short; otherwise it calls a library."""
 
 _record: StorageRecord | None = None
 
@@ -59,7 +59,7 @@ def is_modelled(options: Compile) -> bool:
 
 
 def rehearsed_options(options: Compile) -> Compile:
-    """Return the options of a rehearsal: without compile unless `is_modelled`, and without it for the optimizer's step.
+    """Return the options of a rehearsal: compile is off unless `is_modelled`, and never includes the optimizer's step.
 
     A compiled step of an optimizer refuses parameters on a CPU.
     """
@@ -120,7 +120,7 @@ def _finish(module: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any)
     """Take the place of Inductor's last stage."""
     assert _record is not None
     stages = inductor_stages()
-    # The backward is compiled when it first runs, and the compiler's tensors are not the job's.
+    # The backward is compiled while the step runs, and the compiler's own tensors are not to be recorded.
     with _record.paused(), torch.no_grad():
         # Autograd calls the compiler of the backward, and passes on its errors as they are.
         with _as_not_traced():
@@ -148,8 +148,8 @@ class _Kernel:
 class CompiledGraph:
     """A graph of Inductor that runs on fake tensors.
 
-    Three kinds of operators: external ones (products, attention, collectives, kernels of other libraries), views, and fused
-    ones. The result of a fused operator is a buffer if an external operator or the graph's output reads it, if it is a
+    It has three kinds of operators: external ones (products, attention, collectives, kernels of other libraries), views, and
+    fused ones. The result of a fused operator is a buffer if an external operator or the graph's output reads it, if it is a
     reduction, or if it is used several times and costs too much to compute again. Any other result is a part of the
     expressions that use it.
 
@@ -167,9 +167,9 @@ class CompiledGraph:
         lowered = lowered_operators()
         fusible = {node.target for node in self.nodes if node.target in lowered and _is_fusible(node.target)}
         self.root: dict[torch.fx.Node, torch.fx.Node] = {}
-        """By node, the node whose memory its result has: for a view that of the tensor, for all others themselves."""
+        """By node, the node whose memory holds its result: for a view the viewed tensor's, for any other node itself."""
         self.members: dict[torch.fx.Node, list[torch.fx.Node]] = defaultdict(list)
-        """By node, itself and its views."""
+        """By root, the root and its views."""
         for node in self.nodes:
             aliased = _aliased(node)
             if node.target is operator.getitem and (aliased := node.all_input_nodes[0]) is self.root[aliased]:
@@ -283,10 +283,10 @@ class CompiledGraph:
         return Work(FUSED, 0, sum(read_bytes.values()) + stored_bytes, None)
 
     def _find_frees(self) -> dict[torch.fx.Node, list[torch.fx.Node]]:
-        """Return the nodes whose tensors are dropped after a node."""
+        """Return for each node the nodes whose tensors are dropped after it has run."""
         last: dict[torch.fx.Node, torch.fx.Node] = {}
         for node in self.nodes:
-            # An expression is computed with its buffer.
+            # What an expression reads is read when its buffer is computed, and has to live until then.
             for source in (*node.all_input_nodes, *(self.reads[node] if node in self.buffers else ())):
                 last[self.root[source]] = node
             last.setdefault(self.root[node], node)
@@ -339,7 +339,7 @@ class CompiledGraph:
 
 
 def _is_fusible(target: Any) -> bool:
-    """Whether an operator that Inductor lowers is never a call of a library's kernel."""
+    """Whether Inductor never calls a library's kernel for an operator that it lowers."""
     if not isinstance(target, OpOverload):
         return False
     namespace, _, name = schema(target).name.partition("::")
@@ -349,7 +349,7 @@ def _is_fusible(target: Any) -> bool:
 
 
 def _aliased(node: torch.fx.Node) -> torch.fx.Node | None:
-    """Return the input in whose memory the result of `node` is; None: its memory is its own."""
+    """Return the input whose memory holds the result of `node`; None: the result has memory of its own."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return None
     declared = schema(node.target)
@@ -378,7 +378,7 @@ def _is_reduction(node: torch.fx.Node) -> bool:
 
 
 def _is_outer_reduction(node: torch.fx.Node) -> bool:
-    """Whether an operator reduces another dimension than the last ones."""
+    """Whether an operator is a reduction that keeps the last dimension."""
     if not _is_reduction(node):
         return False
     source = node.all_input_nodes[0].meta["val"]

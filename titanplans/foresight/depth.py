@@ -31,11 +31,11 @@ class Repetition(NamedTuple):
     period: int
     """The number of consecutive blocks that are repeated together, such as one of attention and seven of Mamba."""
     count: int
-    """How often they occur, one after the other; 1: no block is left out."""
+    """How often this period occurs in a row; 1: no block is left out."""
 
     @classmethod
     def find(cls, kinds: Sequence[Hashable]) -> "Repetition":
-        """Return the repetition that leaves the fewest blocks of a sequence with blocks of these kinds."""
+        """Return the repetition with which the fewest blocks have to be rehearsed, given the kind of each block."""
         best = cls(0, 1, 1)
         for period in range(1, len(kinds) // 3 + 1):
             # The blocks from `start` on have this period.
@@ -54,7 +54,7 @@ class Depth:
     """Which blocks of a job's model are rehearsed, and which blocks each of them stands for.
 
     Args:
-        kinds: of each block of the job's model; blocks of the same kind allocate the same tensors.
+        kinds: the kind of each block of the job's model; blocks of the same kind allocate the same tensors.
         starts: the index of the first block of each pipeline stage; (0,) without a pipeline.
 
     Attributes:
@@ -86,7 +86,7 @@ class Depth:
         return self.places[block][copy]
 
     def place_near(self, block: int, other: int, place: int) -> int:
-        """Return the block of the job's model that is to `place` as the rehearsed `block` is to `other`."""
+        """Return the index in the job's model that is as far from `place` as the rehearsed `block` is from `other`."""
         if self.copies(block) == self.copies(other) == 1:
             return self.place(block)
         return place + block - other
@@ -120,7 +120,7 @@ def unrolled(items: Iterable[T], depth: Depth) -> Iterator[tuple[Segment, list[T
 
 
 def kinds_of(decoder: Decoder, recomputed: Collection[str]) -> list[Hashable]:
-    """Return for each block, on meta, what determines the tensors of its forward and backward.
+    """Return for each block of a model on meta what determines the tensors of its forward and backward.
 
     `recomputed` are the names of the modules that are recomputed in the backward.
     """
@@ -158,15 +158,16 @@ class Expanded:
 
     events: list[Event]
     sources: list[int]
-    """By the id of a block of memory, the index of the rehearsed allocation that it is or copies."""
+    """By the id of a block of memory, the index of the rehearsed allocation that it repeats."""
     segments: list[Segment]
     """The segment of each event."""
     missing: int = 0
     """Bytes of frees for which no allocation was found."""
     leaked: int = 0
-    """Bytes of allocations that are freed in the rehearsal, and of which a copy is not."""
+    """Bytes of copies that are never freed, although the rehearsed allocations are."""
     differing: int | None = None
-    """A rehearsed block that stands for others, and whose forward allocates other tensors than the next one of its kind."""
+    """A rehearsed block that stands for others, and whose forward allocates other tensors than the next block of its kind;
+    None: there is none."""
 
 
 class _Expansion:
@@ -238,7 +239,7 @@ class _Expansion:
                 self._free(event.allocation, here, *_of(source, near))
 
     def _rest(self, segment: Segment, events: Iterable[StorageEvent]) -> None:
-        """Emit events outside of blocks. Those that belong to a repeated block are repeated, run by run."""
+        """Emit events outside of blocks. Consecutive events that belong to the same repeated block are repeated together."""
         for block, run in groupby(events, lambda event: self._block_of(event.allocation)):
             stretch = list(run)
             for place in (None,) if block is None else self.depth.places[block]:
@@ -272,7 +273,7 @@ class _Expansion:
         there, like = self.live[_key(segment, place)], self.record.allocations[allocation]
         order: int | None = self.order[allocation]
         if order not in there or not self._is_like(there[order], like):
-            # The block there has another structure: it is one next to the repeated ones.
+            # The block at this place is not a copy but next to the copies, and may allocate in another order.
             order = next((other for other, number in there.items() if self._is_like(number, like)), None)
         if order is None:
             self.result.missing += like.size
@@ -297,7 +298,7 @@ def _key(segment: Segment, place: int | None) -> Segment:
 
 
 def owners_of(rehearsal: Rehearsal) -> dict[int, int]:
-    """Return the block, by allocation, that allocations outside of blocks belong to."""
+    """Return for each allocation outside of blocks that belongs to a block the index of this block."""
     block_of = {}
     groups = {len(group): group for group in rehearsal.parameters}
     for index, allocation in enumerate(rehearsal.record.allocations):
@@ -318,5 +319,5 @@ def owners_of(rehearsal: Rehearsal) -> dict[int, int]:
 
 
 def expand(rehearsal: Rehearsal, depth: Depth) -> Expanded:
-    """Return the events of the job's model, of which `rehearsal` has those of a model without `depth.removed`."""
+    """Return the events of the job's model, from the rehearsal of the model without the blocks `depth.removed`."""
     return _Expansion(rehearsal, depth).run()

@@ -34,7 +34,7 @@ from titanplans.training.trainer.computation import StepComputation
 
 Shape = tuple[int, ...]
 _MODEL_PARALLEL = frozenset(("tp", "ep"))
-"""Dimensions of the mesh whose shards a module's code computes with. FSDP gathers the shards of the others."""
+"""Dimensions of the mesh whose shards a module's code computes with. FSDP gathers the shards of the other dimensions."""
 _MEASURED = frozenset(("measured_after_step", "reasons", *STEP_KEYS))
 """Keys of the parallelism report that a measured step sets."""
 _TRITON = "triton::"
@@ -48,9 +48,9 @@ class ExplainedParameter:
     style: str
     """The name of the class of its own style; "" if its module's style lays it out."""
     shape: Shape
-    """Of the full tensor."""
+    """The shape of the full tensor."""
     local: Shape
-    """Of what the module's code computes with on a rank, once FSDP has gathered it."""
+    """The shape that the module's code computes with on a rank, after FSDP has gathered the parameter."""
     placements: tuple[tuple[str, str], ...]
     """The placement by dimension of the mesh, such as ("tp", "Shard(0)")."""
     sums_gradient: bool
@@ -64,23 +64,23 @@ class ExplainedModule:
     """How a module is split, and the shape of its output."""
 
     name: str
-    """Within its block, or in the model."""
+    """Its name within its block, or in the model."""
     kind: str
     """The name of its class."""
     style: str
     """The name of the class of its style; "" if the plan has no key for the module."""
     parameters: tuple[ExplainedParameter, ...]
     output: Shape | None
-    """Of its output on a rank; None: it returns no tensor, or is not called."""
+    """The shape of its output on a rank; None: it returns no tensor, or is not called."""
     unsplit: Shape | None
-    """Of its output in the unsplit model, on the same number of sequences."""
+    """The shape of its output in the unsplit model, for the same number of sequences."""
 
 
 class Transfer(NamedTuple):
     """Collectives of the same kind that a module issues in a step."""
 
     module: str
-    """Within its block, or in the model. "": the block itself, or code outside of the model, such as clipping."""
+    """Its name within its block, or in the model. "": the block itself, or code outside of the model, such as clipping."""
     phase: Phase
     operation: str
     mesh: str
@@ -88,7 +88,7 @@ class Transfer(NamedTuple):
     is_fsdp: bool
     count: float
     bytes: float
-    """That a rank receives."""
+    """Bytes that a rank receives."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Stretch:
     """How many of the operators run again in the backward."""
     flops: int
     bytes: int
-    """That they read and write."""
+    """Bytes that the operators read and write."""
     kernels: tuple[str, ...]
     """The kernels of Triton among them."""
     transfer: Transfer | None
@@ -160,7 +160,7 @@ def explain(job: JobConfig, world_size: int, gpu: Gpu) -> Explanation:
         observers[stage] = _StageObserver(job, world_size, stage, depth)
         return observers[stage]
 
-    # Compiled blocks do not tell which of their modules runs.
+    # While a compiled block runs, it is not known which of its modules computes.
     found = forecast(_without_compile(job), world_size, gpu, observe)
     if job.compile.enable:
         found = forecast(job, world_size, gpu)
@@ -214,7 +214,7 @@ class _Outputs:
     """Observes the shapes of the modules' outputs.
 
     Attributes:
-        shapes: of the output of each module by name, in the order in which the modules end.
+        shapes: the shape of each module's output by the module's name, in the order in which the modules end.
         blocks: the names of the blocks.
     """
 
@@ -350,7 +350,7 @@ class _StageObserver(_Outputs):
 
 class _Named(NamedTuple):
     name: str
-    """Of the module that issues it."""
+    """The name of the module that issues it."""
     operation: Operation
     transfer: Transfer | None
     """The operation, if it is a collective."""
@@ -405,7 +405,7 @@ def _parameter_of(
         for dim, ranks, placement in named:
             if ranks == 1:
                 continue
-            # FSDP2 names the shards of a shard differently.
+            # FSDP2 labels a shard of a shard as StridedShard.
             is_sharded = isinstance(placement, Shard | StridedShard)
             placements[dim] = f"Shard({placement.dim})" if is_sharded else type(placement).__name__
             if is_sharded and dim in _MODEL_PARALLEL:
@@ -427,7 +427,7 @@ def _parameter_of(
 
 
 def _added(transfers: Iterable[Transfer]) -> list[Transfer]:
-    """Return one transfer for those that differ in their number and bytes alone."""
+    """Return the transfers, with those added up that differ only in their count and bytes."""
     added: dict[tuple[Any, ...], Transfer] = {}
     for each in transfers:
         before = added.get(each[:5])

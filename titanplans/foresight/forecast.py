@@ -85,7 +85,7 @@ class Forecast:
 
 
 Observe = Callable[[int, Depth], Observer]
-"""Returns an observer for the rehearsal of a pipeline stage, of which `Depth` has a part of the blocks."""
+"""Returns the observer of a rehearsal, given the index of the pipeline stage and which blocks are rehearsed."""
 
 
 def forecast(job: JobConfig, world_size: int, gpu: Gpu, observe: Observe | None = None) -> Forecast:
@@ -263,7 +263,7 @@ def _with_pipeline(
 def shortened(
     job: JobConfig, config: PretrainedConfig, *, every_block: bool = False
 ) -> tuple[JobConfig, Depth]:
-    """Return a job that splits the rehearsed blocks into stages as `job` splits all blocks, and which blocks these are.
+    """Return a job that splits the rehearsed blocks into stages as `job` splits all blocks, and which blocks are rehearsed.
 
     `every_block`: let no block stand for others.
     """
@@ -278,8 +278,8 @@ def shortened(
         return job, Depth(kinds)
     starts = starts_of_stages(model, p, stages, job.training.seq_len)
     if len(starts) > stages:
-        # A schedule with several stages a rank gathers the parameters of all blocks of a stage at once, and some schedules
-        # compute the gradients of weights so. Then no block stands for others.
+        # A schedule with several stages per rank gathers the parameters of all blocks of a stage at once, and some schedules
+        # also compute the weight gradients of all blocks at once. Then no block stands for others.
         kinds = list(range(len(kinds)))
     depth = Depth(kinds, starts)
     # Without the removed blocks the others are numbered without gaps.

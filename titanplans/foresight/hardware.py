@@ -45,7 +45,7 @@ class Gpu(Options):
 
 
 def find_gpu(name: str, file: Path | None = None) -> Gpu:
-    """Return the GPU called `name`, of `file` or of titanplans.
+    """Return the GPU called `name`, from `file` or from titanplans' hardware.toml.
 
     Raises:
         ConfigError: there is no such GPU, or a key of its table is missing, unknown or of another type.
@@ -63,7 +63,7 @@ def find_gpu(name: str, file: Path | None = None) -> Gpu:
         )
     if "like" in table:
         like, others = table["like"], {key: value for key, value in table.items() if key != "like"}
-        # A GPU that is like another one has no keys of its own to take.
+        # A table with `like` has only some of the keys, so no other table can be like it.
         complete = [each for each, keys in tables.items() if isinstance(keys, dict) and "like" not in keys]
         if like not in complete:
             raise ConfigError(
@@ -83,8 +83,8 @@ def find_gpu(name: str, file: Path | None = None) -> Gpu:
 def name_of_device(device_name: str) -> str | None:
     """Return the GPU of titanplans that torch calls `device_name`; None if there is none.
 
-    The names must be equal: "NVIDIA H100 PCIe" has another bandwidth than H100, and "NVIDIA H100 80GB HBM3 MIG 1g.10gb" is a
-    part of one.
+    The names must be equal: "NVIDIA H100 PCIe" has another bandwidth than H100, and "NVIDIA H100 80GB HBM3 MIG 1g.10gb" is
+    only a slice of an H100.
     """
     tables = read_toml(_FILE)
     return next((name for name, keys in tables.items() if device_name in keys["torch_names"]), None)

@@ -71,7 +71,7 @@ class Excluded(NamedTuple):
     degrees: Degrees
     why: str
     mode: str | None = None
-    """What is recomputed; None: whatever is."""
+    """What is recomputed; None: they are excluded whatever is recomputed."""
 
     @property
     def what(self) -> str:
@@ -86,7 +86,7 @@ class Excluded(NamedTuple):
 
 
 def candidates(gpus: int, sequences: int, replicas: int = 1) -> Iterator[Degrees | Excluded]:
-    """Yield all degrees whose product is `gpus`, but 1 for experts. Those that the batch refuses come with the reason.
+    """Yield all degrees whose product is `gpus`, without expert parallelism; those that do not suit the batch as `Excluded`.
 
     Args:
         gpus: the number of GPUs.

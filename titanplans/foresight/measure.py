@@ -80,7 +80,7 @@ class TimedCall:
 
 
 def measure(process: Process, name: str, sizes: MeasureSizes = ON_A_GPU) -> dict[str, MeasuredKey]:
-    """Measure the keys of hardware.toml that depend on how fast something is. Every rank calls this, and gets the same.
+    """Measure the keys of hardware.toml that depend on how fast something is. Every rank calls this, and gets the same keys.
 
     Args:
         process: this rank of the default process group.
@@ -206,10 +206,10 @@ class _Measurement:
 
 
 def value_of(key: str, calls: Sequence[TimedCall], gpu: Gpu) -> float:
-    """Return the value of `key`, a rate, with which the calls take on `gpu` as long as was measured, in sum.
+    """Return the value of `key`, a rate, with which the computed times of the calls on `gpu` sum to the measured time.
 
     Raises:
-        RunError: they took less time than they would with an endless rate.
+        RunError: the calls took less time than they would with an infinite rate.
     """
 
     def seconds_with(value: float) -> float:
@@ -388,7 +388,7 @@ def _host_time(device: torch.device, sizes: MeasureSizes) -> tuple[int, float]:
         begin = time.perf_counter()
         call()
         timings.append(time.perf_counter() - begin)
-        # An empty queue, so that the host never waits for its end.
+        # Empty the GPU's queue, so that the host never waits because the queue is full.
         if device.type != "cpu":
             torch.cuda.synchronize(device)
     return len(recorded.works), _slowest(statistics.median(timings[_WARM_UP:]), device)

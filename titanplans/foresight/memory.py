@@ -1,4 +1,4 @@
-"""`memory_of`: the peak memory of a rank in a step of a job, by part, and what the allocator makes of it."""
+"""`memory_of`: the peak memory of a rank in a step of a job, by part, and what the allocator reserves for it."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -148,7 +148,7 @@ def _peak(
     for event, segment in zip(expanded.events, expanded.segments, strict=True):
         now[parts[expanded.sources[event.block]]] += event.size
         live += event.size
-        # Of equal peaks the later one: in the first step the optimizer has no states before the update.
+        # Of equal peaks take the one in the later step: in the first step the optimizer has no states before the update.
         if live > peak or (live == peak and segment.step > when.step):
             peak, at_peak, when = live, now.copy(), segment
         if segment.step == last_step:

@@ -9,7 +9,7 @@ from titanplans.training.pipeline.stage import ScheduledStage
 
 
 class Crossing:
-    """What the first stage sends to the second one, which later rehearsals take as what every stage receives."""
+    """The shapes that the first stage sends to the second. Later rehearsals assume that every stage receives the same."""
 
     shapes: Any = None
 
@@ -17,7 +17,7 @@ class Crossing:
 class RehearsedStage(ScheduledStage):
     """A torch stage that knows which tensors its neighbours would send. A subclass sets `crossing`.
 
-    torch's stages agree on that in the first step, over the process group.
+    torch's stages exchange the shapes of these tensors in the first step, over the process group.
     """
 
     crossing: Crossing

@@ -1,7 +1,7 @@
-"""`LayoutSample`: the forecast of one sequence without a pipeline, from which those of many layouts follow nearly.
+"""`LayoutSample`: the forecast of one sequence without a pipeline, from which many layouts are predicted approximately.
 
-The layouts that follow from a sample have its degrees of tensor, context and expert parallelism and its recomputation, and
-any batch and number of pipeline stages.
+These layouts have the sample's degrees of tensor, context and expert parallelism and its recomputation, and any batch and
+any number of pipeline stages.
 """
 
 from collections.abc import Sequence
@@ -32,9 +32,9 @@ from titanplans.split.stages.schedules import orders, stages_of_ranks
 _CONSTANT = (WEIGHTS, GRADIENTS, OPTIMIZER, BUFFERS, GATHERED, COMMUNICATION)
 """The parts of the memory that do not depend on the batch."""
 _RESERVED = 1.1
-"""How much more than the tensors of a batch need the allocator reserves for them. Only layouts to try follow from it."""
+"""Bytes that the allocator reserves per byte of a batch's tensors. It only decides which layouts are tried."""
 _MICRO_BATCHES = 4
-"""In a pipeline, at most this number of micro batches a stage is tried: more of them idle little less."""
+"""In a pipeline, at most this number of micro batches per stage is tried: with more, the idle time is hardly shorter."""
 
 
 class PipelineShape:
@@ -60,7 +60,7 @@ class PipelineShape:
         self._stages_of_ranks = stages_of_ranks(self._schedule, ranks, len(starts))
         self._bubbles: dict[int, float | None] = {}
         self.micro_batch = p.pipeline_parallel_microbatch_size
-        # FSDP2 computes in the dtype of the weights, and reduces in that of the computation, if the job says nothing else.
+        # FSDP2 computes in the dtype of the weights, and reduces in the dtype of the computation, by default.
         parameter_dtype = t.mixed_precision_param or t.dtype
         weight, parameter, total = (
             getattr(torch, dtype).itemsize
@@ -70,7 +70,7 @@ class PipelineShape:
         self.unsharded, self.summed = (gathered + total) / weight, (parameter + 2 * total) / weight
 
     def bubble(self, micro_batches: int) -> float | None:
-        """Return for how many micro batches the ranks idle in a batch; None: the schedule refuses so many micro batches."""
+        """Return the idle time in a batch, in units of a micro batch's time; None: the schedule refuses `micro_batches`."""
         if micro_batches not in self._bubbles:
             stages = len(self._starts)
             try:
@@ -83,7 +83,7 @@ class PipelineShape:
         return self._bubbles[micro_batches]
 
     def slowest(self, time: TimeForecast) -> float:
-        """Return the seconds of a micro batch on the slowest rank, from the time of one without a pipeline."""
+        """Return the seconds of a micro batch on the slowest rank, from a `time` without a pipeline."""
         blocks = [time.blocks[block] for block in sorted(time.blocks)]
         stages = [sum(blocks[begin:end]) for begin, end in pairwise([*self._starts, len(blocks)])]
         stages[0] += time.before
@@ -133,7 +133,7 @@ class LayoutSample(NamedTuple):
         return sum(seconds for part, seconds in self.time.parts.items() if part not in once)
 
     def seconds(self, layout: JobLayout, pipeline: PipelineShape | None) -> float:
-        """Return nearly the seconds of a step."""
+        """Return the approximate seconds of a step."""
         time, batches = self.time, layout.batches
         parts, update = time.parts, time.parts.get(UPDATE, 0.0)
         if pipeline is None:
@@ -152,11 +152,11 @@ class LayoutSample(NamedTuple):
         return batches * (computed + parts.get(COPIES, 0.0) / layout.degrees.pp) + update
 
     def sums_of_gradients(self, degrees: Degrees, pipeline: PipelineShape) -> float:
-        """Return the seconds that a stage takes to add the gradients of a micro batch to those of the ones before."""
+        """Return the seconds that a stage takes to add the gradients of a micro batch to the sum over the earlier ones."""
         return seconds_of_bytes(self._of_stage(degrees) * pipeline.summed, self.gpu)
 
     def memory(self, batch: int) -> float:
-        """Return nearly the bytes that are reserved with `batch` sequences, without a pipeline."""
+        """Return approximately the bytes that are reserved with `batch` sequences, without a pipeline."""
         return self._constant + self.of_sequence * batch * _RESERVED
 
     def memory_of_weights(self, degrees: Degrees, pipeline: PipelineShape | None) -> float:
@@ -170,23 +170,23 @@ class LayoutSample(NamedTuple):
         return weights / degrees.dp_replicate / weight_shards(degrees)
 
     def memory_of_stage(self, degrees: Degrees, pipeline: PipelineShape) -> float:
-        """Return nearly the bytes that the first stage of a pipeline allocates.
+        """Return approximately the bytes that the first stage of a pipeline allocates.
 
-        It has the activations of as many micro batches as there are stages, each for its share of the blocks, so as many as
-        one micro batch has without a pipeline. `degrees` are those of the sample but for the pipeline.
+        It holds the activations of its own blocks for as many micro batches as there are stages. Together they are as large
+        as those of one micro batch without a pipeline. `degrees` are the sample's, except for the pipeline.
         """
         return self.memory_of_weights(degrees, pipeline) + self.activations * pipeline.micro_batch
 
 
 def weight_shards(degrees: Degrees) -> int:
-    """Return over how many ranks a weight is distributed at most, besides FSDP. Experts are, and not further by tp."""
+    """Return the most ranks that split a weight, without FSDP. Experts are distributed, and not split further by tp."""
     return degrees.pp * max(degrees.ep, degrees.tp)
 
 
 def batches_of(degrees: Degrees, sequences: int, pipeline: PipelineShape | None) -> list[int]:
     """Return the batches of a rank, the smallest first, into which the `sequences` of a step can be divided.
 
-    In a pipeline they have at least as many micro batches as there are stages, and not many more.
+    In a pipeline each batch has at least as many micro batches as there are stages, and not many more.
     """
     batches = divisors(sequences // (degrees.dp_replicate * degrees.dp_shard))
     if pipeline is None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def prepare() -> None:
-    """Start the process from which those of `rehearsing` are forked, so that it imports while the caller does other things.
+    """Start the server from which `rehearsing` forks its processes, so that it imports while the caller does other things.
 
     The imports take longer than most rehearsals.
     """
@@ -109,7 +109,7 @@ def explain_in_process(job: JobConfig, world_size: int, gpu: "Gpu") -> "tuple[Ex
 
 
 def refusals_in_process(job: JobConfig, degrees: "Sequence[Degrees]") -> list[str | None]:
-    """Return for each of `degrees` why the job's plan refuses it, without a pipeline; None: it does not."""
+    """Return for each of `degrees` why the job's plan refuses it, without a pipeline; None: it accepts it."""
     from titanplans import modeling
     from titanplans.foresight.forecast import shortened
     from titanplans.foresight.rehearsal import remove_blocks

@@ -49,7 +49,7 @@ from titanplans.training.trainer.optimizer import Optimizers
 
 STEPS = 2
 BATCHES = 3
-"""Of the batches whose gradients are accumulated, the first and the last differ from those in between."""
+"""Rehearsed batches of a step: the first and the last differ from those in between, of which one is enough."""
 WEIGHTS, BUFFERS, GRADIENTS, OPTIMIZER = "weights", "buffers", "gradients", "optimizer states"
 
 
@@ -61,7 +61,7 @@ class Rehearsal:
     blocks: tuple[str, ...]
     """The names of the blocks."""
     parameters: list[list[str]]
-    """The names of the parameters of each group of each optimizer, in its order."""
+    """The names of the parameters of each group of each optimizer, in the group's order."""
 
     def block_of(self, name: str | None) -> int | None:
         """Return the index of the block that has the module or parameter `name`; None if no block has it."""
@@ -104,7 +104,7 @@ def rehearse(
         world_size: the number of ranks.
         rank: the rank that is rehearsed.
         removed: the indices of blocks that are left out.
-        crossing: with a pipeline, shared by the rehearsals of its ranks, of which that of rank 0 is the first.
+        crossing: with a pipeline, one object for the rehearsals of all its ranks; rank 0 is rehearsed first, and fills it.
         observer: looks at the model before and after the steps.
         repeats: let chunks of the loss and micro batches stand for others.
         is_quick: run no batch in the first step. It then only creates the optimizer's states, and what the allocator
@@ -158,7 +158,7 @@ def rehearse(
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Collect no cycles in the body: a job collects them between steps (training.gc_freq), and no step at another time."""
+    """Collect no cycles in the body: a job collects them between steps (training.gc_freq), never within a step."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -230,7 +230,7 @@ class _Computation(StepComputation):
             "crossing": crossing,
             "timing": self._mark,
             "record": lambda stage: self.record,
-            # Where parameters are gathered again, a forward frees what the one before has gathered.
+            # If parameters are gathered for each forward, a forward frees what the previous forward has gathered.
             "repeats": repeats and job.parallelism.fsdp_reshard_after_forward != "always",
         }
         stage_class = type("Stage", (RepeatedStage,), attributes)

@@ -1,7 +1,7 @@
 """Parts of a rehearsal that stand for others: chunks of the fused loss, and micro batches of a pipeline.
 
 The events of a part are recorded once, and `Excerpt` notes them again for each part that allocates the same tensors. So the
-rehearsal runs only the first ones of a kind, and the record is that of all.
+rehearsal runs only the first parts of a kind, and the record has the events of all parts.
 """
 
 from collections.abc import Callable, Iterator
@@ -64,13 +64,13 @@ class Excerpt:
         make: Callable[[int], None] | None = None,
         keep: frozenset[int] = frozenset(),
     ) -> None:
-        """Note the events and operations again, as of the segment that the record has now.
+        """Note the events and operations again, in the record's current segment.
 
         Args:
-            copies: the index of the copy of each live allocation that the excerpt frees. Those of the excerpt's own are
-                added, and removed when they are freed.
+            copies: the index of the copy of each live allocation that the excerpt frees. Copies of
+                the excerpt's own allocations are added, and removed when they are freed.
             make: makes the tensor in `keep` with this index.
-            keep: allocations whose copy belongs to a real tensor, so that it is freed when that one is dropped.
+            keep: allocations whose copy belongs to a real tensor, so that the copy is freed when this tensor is dropped.
         """
         record, here = self.record, self.record.segment
         segments: dict[Segment, Segment] = {}
@@ -143,7 +143,7 @@ class _Repeatable:
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether all tensors that it returns are its own."""
+        """Whether each tensor that it returns is another one of its own allocations."""
         made = [each.allocation for each in self.outputs if each is not None]
         return len(made) == len(set(made)) and self.excerpt.allocated() >= set(made)
 
@@ -163,8 +163,8 @@ class _Repeatable:
 class RepeatedStage(RehearsedStage):
     """A stage that runs the first two micro batches of the rehearsal and the first one of each batch.
 
-    The second one stands for all others. Which of its own events a computation repeats is decided by the micro batch of
-    `record().segment.action`. A subclass sets `record`.
+    The second one stands for all others. A computation finds the index of its micro batch in `record().segment.action`. A
+    subclass sets `record`.
 
     A schedule that splits the backward is run in full.
     """
@@ -177,7 +177,7 @@ class RepeatedStage(RehearsedStage):
         self._forward: _Repeatable | None = None
         self._backward: _Repeatable | None = None
         self._copies: dict[int, dict[int, int]] = {}
-        """By micro batch, the copies of what the forward of the second one keeps for its backward."""
+        """By micro batch, the copies of what the forward of the second micro batch keeps for its backward."""
 
     def forward_maybe_with_nosync(self, *received: Any, **inputs: Any) -> Any:
         """Run or repeat the forward of a micro batch."""
@@ -241,7 +241,7 @@ class RepeatedStage(RehearsedStage):
         return _Returned(x.shape, x.dtype, -1 if index is None else index)
 
     def _check(self) -> None:
-        """Refuse computations that keep or free tensors of others, since their copies would not."""
+        """Refuse a micro batch that keeps tensors, or frees those of another one, since its copies would not do so."""
         assert self._forward is not None
         assert self._backward is not None
         if not self._forward.is_repeatable:

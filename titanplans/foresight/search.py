@@ -1,9 +1,9 @@
 """`Search`: the fastest layouts of a job that fit the memory of the GPUs.
 
-Few layouts are rehearsed. The plan and the batch refuse some. A rehearsal of one sequence without a pipeline tells nearly
-the time and memory of all layouts with the same tensor, context and expert parallelism and recomputation. And where there is
-no such rehearsal, a bound often shows that none is needed: the arithmetic of a step is the same in all layouts, collectives
-in line grow with the degree, and a pipeline idles by its number of stages.
+Few layouts are rehearsed. The plan and the batch exclude some. A rehearsal of one sequence without a pipeline predicts the
+approximate time and memory of all layouts with the same tensor, context and expert parallelism and recomputation. Often a
+bound shows that such a rehearsal is not needed: the arithmetic of a step is the same in all layouts, collectives in line
+grow with the degree, and the idle time of a pipeline grows with its number of stages.
 """
 
 import math
@@ -23,7 +23,7 @@ from titanplans.foresight.time import UPDATE
 from titanplans.plan.degrees import Degrees
 
 WORTHWHILE = 1.3
-"""Layouts that take more than so many times as long as the fastest one are not looked for."""
+"""Layouts that take more than this many times as long as the fastest one are not searched for."""
 
 
 class Rehearsals(Protocol):
@@ -37,7 +37,7 @@ class Rehearsals(Protocol):
 
 
 class Predicted(NamedTuple):
-    """A layout that may fit, with a time that is nearly right."""
+    """A layout that may fit, with an approximate time."""
 
     layout: JobLayout
     seconds: float
@@ -51,7 +51,7 @@ class Estimated(NamedTuple):
     seconds: float
     """Seconds of a step."""
     forecast: Forecast
-    """That of a step with at most two batches of the layout."""
+    """The forecast of a step with at most two batches of the layout."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -81,7 +81,7 @@ class Search:
     Attributes:
         found: the fastest layouts that fit, in order; after `run` at least `count` of them, if so many fit and take at most
             WORTHWHILE times as long as the fastest.
-        excluded: the others that were met, and why they are not among `found`.
+        excluded: other degrees and layouts, and why they are not among `found`.
     """
 
     gpu: Gpu
@@ -101,9 +101,9 @@ class Search:
     _left: dict[Kind, list[Degrees]] = field(default_factory=dict)
     """The degrees of each kind that is not sampled yet."""
     _in_sample: dict[Kind, list[Degrees]] = field(default_factory=dict)
-    """The same of each kind that is being sampled."""
+    """The degrees of each kind that is being sampled."""
     _running: dict[Future[Any], Callable[[], None]] = field(default_factory=dict)
-    """What is being rehearsed, and what takes the result into account."""
+    """The running rehearsals, each with the function that takes its result into account."""
 
     def __post_init__(self) -> None:
         self._bounds = Bounds(self.gpu, self.sequences, self.pipelines)
@@ -181,13 +181,13 @@ class Search:
         self._running[task] = end
 
     def _most_promising(self) -> tuple[float, Kind] | None:
-        """Return the kind to sample next and the bound that made it the next; None: none is worth it now."""
+        """Return the kind to sample next, and the bound for which it is chosen; None: no kind is worth sampling now."""
         limit = self._limit()
         bounds = {
             kind: min(self._bounds.seconds(each, kind) for each in some) for kind, some in self._left.items()
         }
         possible = [kind for kind, bound in bounds.items() if bound < math.inf and bound <= limit]
-        # Of equal bounds first what shards a tensor over the fewest ranks, and what recomputes the least.
+        # Among equal bounds, kinds that shard over fewer ranks come first, then kinds that recompute less.
         for kind in sorted(possible, key=lambda kind: (bounds[kind], kind.tp * kind.cp, *_order(kind))):
             probes = [self._probe(axis) for axis in kind.axes if not self._bounds.knows(axis)]
             if not probes:
@@ -198,7 +198,7 @@ class Search:
         return None
 
     def _probe(self, axis: str) -> Kind | None:
-        """Return the kind that shards by this axis alone, by the least degree: its collectives bound those of all others."""
+        """Return the kind that shards by this axis alone, with the least degree, which bounds higher degrees."""
         alone = [kind for kind in (*self._left, *self._in_sample) if kind.axes == (axis,)]
         return min(alone, key=_order, default=None)
 
@@ -233,7 +233,7 @@ class Search:
         self.excluded.append(Excluded(degrees, f"does not fit: {needed / 2**30:.0f} GiB {where}", mode))
 
     def _limit(self) -> float:
-        """The time above which a layout is not among the best, by what is known; infinite while nothing is."""
+        """The time above which a layout is not among the best, as far as layouts are known; infinite if none is known."""
         known = sorted(each.seconds for each in (*self.found, *self._predicted, *self._in_forecast))
         if not known:
             return math.inf
@@ -265,7 +265,7 @@ class Search:
             seconds, about = min((predicted.get(degrees, math.inf), "about"), (bound, "at least"))
             if math.isinf(seconds):
                 why = "does not fit: one sequence needs too much memory, by rehearsals of other degrees"
-            else:  # `found` has layouts, since all that may fit have been tried otherwise
+            else:  # `found` is not empty, since the search goes on until a layout is found or none that may fit is left
                 slower = max(0.0, seconds / self.found[0].seconds - 1)
                 why = f"{about} {slower:.0%} slower: {_reason(degrees)}"
             self.excluded.append(Excluded(degrees, why))
@@ -286,7 +286,7 @@ def _estimated_batches(layout: JobLayout) -> int:
 
 
 def _seconds(layout: JobLayout, forecast: Forecast, batches: int) -> float:
-    """Return the seconds of a step of `layout`, from the forecast of one with fewer `batches`, but of the same size."""
+    """Return the seconds of a step of `layout`, from the forecast of a step with `batches` batches of the same size."""
     update = forecast.ranks[0].time.parts.get(UPDATE, 0.0)
     return (forecast.seconds - update) * layout.batches / batches + update
 

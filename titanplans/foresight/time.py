@@ -42,9 +42,9 @@ PARTS = {
 """What the default stream does. The collectives that do not overlap are parts, too, by operation and group."""
 _UPDATE = ("clip", "update")
 _MEMORY = 0.85
-"""Of the memory bandwidth in a data sheet, what copies reach."""
+"""The fraction of the data sheet's memory bandwidth that copies reach."""
 _LINK = 0.8
-"""Of the bandwidth of links in a data sheet, what NCCL reaches: an all-reduce on 8 A100 moves 227 of 300 GB/s."""
+"""The fraction of the data sheet's link bandwidth that NCCL reaches: an all-reduce on 8 A100 moves 227 of 300 GB/s."""
 _HOP = 4e-6
 """Seconds of a step of NCCL's rings; a collective of n ranks takes n - 1 steps, and an all-reduce twice as many."""
 
@@ -60,13 +60,13 @@ class TimeForecast:
     actions: dict[Action, float]
     """With a pipeline, the duration of each computation of the schedule."""
     blocks: dict[int, float]
-    """What the operators of each block of the job's model take in a step, by its index."""
+    """The seconds of the operators of each block of the job's model in a step, by the block's index."""
     before: float
-    """What those before the blocks take."""
+    """The seconds of the operators before the blocks."""
     after: float
-    """What those after the blocks take, the loss among them."""
+    """The seconds of the operators after the blocks, the loss among them."""
     host: float
-    """In which Python issues all operators."""
+    """The seconds in which Python issues all operators."""
 
     @property
     def seconds(self) -> float:
@@ -75,7 +75,7 @@ class TimeForecast:
 
 
 def time_of(rehearsal: Rehearsal, depth: Depth, gpu: Gpu, batches: int = 1) -> TimeForecast:
-    """Return the time of a step of the job of which `rehearsal` has a part of the blocks, on `gpu`.
+    """Return the time of a step of the full job on `gpu`, from the rehearsal of a part of its blocks.
 
     `batches` is the number of batches whose gradients a step accumulates.
     """
@@ -126,7 +126,7 @@ def _operations(rehearsal: Rehearsal, depth: Depth) -> Iterator[tuple[Segment, O
 
 
 def _scale_of_update(rehearsal: Rehearsal, depth: Depth) -> float:
-    """Return how many times the rehearsed parameters the job's model has."""
+    """Return the size of the parameters of the job's model, divided by the size of the rehearsed ones."""
     rehearsed = whole = 0
     owners = owners_of(rehearsal)
     for index, allocation in enumerate(rehearsal.record.allocations):
@@ -157,7 +157,7 @@ class _Clocks:
     """By kind of segment and block, what the default stream computes, without waits and FSDP's copies."""
 
     def run(self, operation: Operation, segment: Segment, scale: float) -> None:
-        """Issue an operation, which stands for `scale` of its kind."""
+        """Issue an operation, which stands for `scale` operations of its kind."""
         work, before = operation.work, self.default
         self.host += self.gpu.host_us * 1e-6
         seconds = seconds_of(work, self.gpu)
@@ -191,7 +191,7 @@ class _Clocks:
             # FSDP2 gathers into memory that the last copy-out has read.
             start = max(start, self.copied_out)
         elif collective is not None:
-            # The gradients have been computed; and FSDP2 keeps the memory of one reduction at a time.
+            # A reduction waits for its gradients, and for the one before it, since FSDP2 keeps the memory of one at a time.
             self._wait(self.reduced, FOR_FSDP, scale)
             start = max(start, self.default)
         self.fsdp = start + seconds
@@ -219,9 +219,10 @@ def part_of(work: Work) -> str:
 def seconds_of(work: Work, gpu: Gpu) -> float:
     """Return the time of an operator on `gpu`.
 
-    A product or attention takes as long as its arithmetic at the efficiency of hardware.toml, or as its bytes (Williams et
-    al. 2009, "Roofline"); every other operator as its bytes. A collective takes as long as the bytes that a rank receives,
-    on a ring or, in an all-to-all, from each rank, and as many latencies as there are other ranks.
+    A product or attention takes the longer of two times: of its arithmetic at the efficiency of hardware.toml, and of its
+    bytes (Williams et al. 2009, "Roofline"). Every other operator takes the time of its bytes. A collective takes the time
+    of the bytes that a rank receives, on a ring or, in an all-to-all, directly from each rank, and a latency for each other
+    rank (an all-reduce two).
     """
     if (collective := work.collective) is not None:
         hops = (collective.ranks - 1) * (2 if collective.operation == "all_reduce" else 1)
@@ -243,12 +244,12 @@ def seconds_of_bytes(count: float, gpu: Gpu) -> float:
 def seconds_of_byte(operation: str, group: Sequence[int], gpu: Gpu) -> float:
     """Return the seconds in which a rank of `group` receives a byte, at the bandwidths of the data sheets.
 
-    On a ring, each node receives what its ranks do not have through the network adapters of all its ranks. In an all-to-all,
-    a rank receives what other nodes send to it through its own, and at the same time the rest through the links of the node.
+    On a ring, a node receives through the network adapters of all its ranks together. In an all-to-all, a rank receives the
+    bytes of other nodes through its own adapter, and at the same time the bytes of its node through the node's links.
 
     Args:
         operation: the collective, such as "all_to_all".
-        group: the ranks, in the order in which nodes have them.
+        group: the global ranks of the group; `gpus_per_node` consecutive ranks are a node.
         gpu: the GPUs.
     """
     nodes = Counter(rank // gpu.gpus_per_node for rank in group)

@@ -23,7 +23,7 @@ BATCH, LENGTH, STEPS = 2, 16, 3
 OTHER_LENGTHS = (24, 30)
 """Sequence lengths that run after `LENGTH`. GLA pads both to chunks of 32."""
 DIFFERENT = ("transformer", "gla", "gemma3")
-"""The blocks of each other architecture equal those of one of these, without some norm, bias or mask.
+"""Blocks of any other architecture are like the blocks of one of these architectures, without some norm, bias or mask.
 test_combinations.py compiles Qwen3's blocks."""
 KERNELS = ("gla",)
 """The architectures that inductor compiles. The others are compiled by aot_eager, which makes the same graphs and saves the
