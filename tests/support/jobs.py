@@ -1,4 +1,4 @@
-"""Run training jobs as the command line does, in processes forked from one that has imported everything.
+"""Run training jobs as the command line does, in processes forked from a process that has imported all modules.
 
 job = Job(tmp_path)                      # a folder with a tiny job of two ranks
 process = job.start("--training.steps=8")

@@ -298,7 +298,7 @@ def _key(segment: Segment, place: int | None) -> Segment:
 
 
 def owners_of(rehearsal: Rehearsal) -> dict[int, int]:
-    """Return for each allocation outside of blocks that belongs to a block the index of this block."""
+    """Return the index of the block, by allocation, for allocations outside of blocks that belong to one block."""
     block_of = {}
     groups = {len(group): group for group in rehearsal.parameters}
     for index, allocation in enumerate(rehearsal.record.allocations):

@@ -121,7 +121,7 @@ def forecast_of(
     `every_block`: let no block, micro batch or chunk of the loss stand for others.
 
     Raises:
-        BlocksDiffer: a block allocates other tensors than one that it stands for.
+        BlocksDiffer: a block allocates other tensors than a block that it stands for.
         PartsDiffer: as in `rehearse`.
         UserError: as `forecast`.
     """

@@ -73,7 +73,7 @@ def memory_of(rehearsal: Rehearsal, depth: Depth, capacity: int | None = None) -
     `capacity` is the number of bytes that torch's allocator has on the GPU; None: no limit.
 
     Raises:
-        BlocksDiffer: a block allocates other tensors than one that it stands for.
+        BlocksDiffer: a block allocates other tensors than a block that it stands for.
     """
     expanded = _expand(rehearsal, depth)
     at_peak, when, timeline = _peak(expanded, rehearsal)

@@ -179,7 +179,7 @@ class LayoutSample(NamedTuple):
 
 
 def weight_shards(degrees: Degrees) -> int:
-    """Return the most ranks that split a weight, without FSDP. Experts are distributed, and not split further by tp."""
+    """Return the largest number of ranks over which a weight is split, without FSDP; experts only over pp x ep."""
     return degrees.pp * max(degrees.ep, degrees.tp)
 
 

@@ -111,7 +111,7 @@ def rehearse(
             reserves is not exact, because it depends on what the first step leaves free.
 
     Raises:
-        PartsDiffer: a micro batch allocates other tensors than one that stands for it.
+        PartsDiffer: a micro batch allocates other tensors than the micro batch that stands for it.
         ParallelError: the step reads values of tensors.
         NotTraced: the job is compiled, and can only be rehearsed without compile.
         UserError: as `parallelize`.

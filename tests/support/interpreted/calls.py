@@ -154,7 +154,7 @@ def real() -> Iterator[None]:
 
 @contextmanager
 def widened() -> Iterator[None]:
-    """Let kernels in the body keep intermediate values in float32. Without this, they round them to 16 bits."""
+    """Let kernels in the body keep intermediate values in float32, which they otherwise round to 16 bits."""
     interpreted.widen()
     try:
         yield

@@ -65,19 +65,19 @@ EQUIVALENT = (
     Equivalence(
         _name(operators.as_before_stream),
         r"(?!.*attn\.).*(norm|res_proj)",
-        "on a replicated stream as before the stream: the full gradient on every rank",
+        "on a replicated stream every rank has the full gradient, as before the stream",
         sequence_parallel=False,
     ),
     Equivalence(
         _name(operators.as_on_stream),
         r".*\.(q_norm|k_norm|g_norm_swish_gate|gk_proj\.0)",
-        "on a sharded stream as in a region: each rank has used a shard of the activations, and the gradient is Partial",
+        "in a region each rank has used a part of the activations, as on a sharded stream, so the gradient is Partial",
         sequence_parallel=True,
     ),
     Equivalence(
         _name(operators.as_on_stream),
         r"model\.(vision_tower|multi_modal_projector).*",
-        "on a replicated stream as before the stream: the full gradient on every rank",
+        "before the stream every rank has the full gradient, as on a replicated stream",
         sequence_parallel=False,
     ),
     Equivalence(
