@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint
 
 from tests import zoo
 from tests.support import step_comparison
@@ -409,9 +409,9 @@ def test_an_embedding_called_on_shards_is_not_recomputed_on_full_sequences():
 
     def work(split, unsplit):
         split(ids()).logits.sum().backward()
-        # without this, the recomputation would end before the sum over the ranks
-        with set_checkpoint_early_stop(False):
-            outside = checkpoint(split.get_input_embeddings(), ids(), use_reentrant=False)
+        # With early_stop the recomputation would end before the sum over the ranks. Not by torch's global setting, which
+        # ranks that are threads may leave switched off for later tests.
+        outside = checkpoint(split.get_input_embeddings(), ids(), use_reentrant=False, early_stop=False)
         with pytest.raises(PlanError, match="recomputes the embedding, which was called on shards"):
             outside.sum().backward()
 
